@@ -1,0 +1,1 @@
+"""Exact attention for NVIDIA Hopper, kernels in Python (CuTe DSL)."""
