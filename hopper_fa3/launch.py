@@ -1,0 +1,117 @@
+"""Allocates the results, prepares the arguments and launches. It validates nothing: problem.py did."""
+
+import functools
+import math
+from typing import NamedTuple
+
+import torch
+
+from . import plan as planning
+
+# Below the smallest normal float32 a scale would be flushed to 0, and 0 times a masked score of -inf is NaN.
+SMALLEST_SCALE = 1.1754943508222875e-38
+TMA_ALIGNMENT = 16  # bytes: base address and strides of what TMA reads and writes
+
+
+class Recipe(NamedTuple):
+    """All that a launch needs besides the tensors; the same for every call of equal shapes, strides, dtypes and options."""
+
+    function: object  # None: there is no work
+    scalars: tuple  # scale_log2, right, section, ctas
+    out_shape: tuple
+    lse_shape: tuple
+    dtype: torch.dtype
+    device: torch.device
+    fits: tuple  # q, k, v, out: True where TMA takes the tensor as it is
+
+
+def forward(problem, q, k, v, *, out=None, plan=None, sm_margin=0):
+    """``(out, lse)`` of a validated CUDA problem, on torch's current stream of its device."""
+    return execute(prepare(problem, q, k, v, out=out, plan=plan, sm_margin=sm_margin), q, k, v, out)
+
+
+def prepare(problem, q, k, v, *, out=None, plan=None, sm_margin=0):
+    """The recipe for calls like this one; compiles the kernel where it is new."""
+    function, scalars = None, ()
+    if problem.batch and problem.heads and problem.seqlen_q and problem.seqlen_k:
+        from .compile import compiled  # imports the DSL (seconds): only where a kernel is launched
+
+        static = problem.static
+        plan = plan or planning.choose(static)
+        function = compiled(static, plan)
+        ctas = min(planning.tiles(problem, plan), multiprocessors(problem.device) - sm_margin)
+        right = 0 if problem.right is None else problem.right
+        scalars = (scale_log2(problem.softmax_scale), right, planning.heads_per_section(problem), ctas)
+    return Recipe(
+        function,
+        scalars,
+        (problem.batch, problem.seqlen_q, problem.heads, problem.head_dim_v),
+        (problem.batch, problem.heads, problem.seqlen_q),
+        problem.dtype,
+        problem.device,
+        tuple(tensor is None or tma_reads(tensor) for tensor in (q, k, v, out)),
+    )
+
+
+def execute(recipe, q, k, v, out=None):
+    """Launch. ``out`` is written where given, else allocated; the LSE is always written."""
+    if out is None:
+        out = torch.empty(recipe.out_shape, dtype=recipe.dtype, device=recipe.device)
+    lse = torch.empty(recipe.lse_shape, dtype=torch.float32, device=recipe.device)
+    if recipe.function is None:  # no query: nothing to write; no key: every row sees none
+        out.zero_()
+        lse.fill_(-math.inf)
+    elif recipe.fits == (True, True, True, True):
+        recipe.function(q, k, v, out, lse, *recipe.scalars)
+    else:
+        target = writable(out)
+        recipe.function(readable(q), readable(k), readable(v), target, lse, *recipe.scalars)
+        if target.data_ptr() != out.data_ptr():
+            out.copy_(target)
+    return out, lse
+
+
+def scale_log2(softmax_scale):
+    """Softmax scale in base 2, never 0; its sign is part of the compiled kernel."""
+    value = softmax_scale * math.log2(math.e)
+    return math.copysign(max(abs(value), SMALLEST_SCALE), value)
+
+
+@functools.cache
+def multiprocessors(device):
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def tma_reads(tensor):
+    """True where TMA can address the tensor as it is: 16-byte aligned base and strides, contiguous last dimension."""
+    elements = TMA_ALIGNMENT // tensor.element_size()
+    return (
+        tensor.stride(-1) == 1
+        and tensor.data_ptr() % TMA_ALIGNMENT == 0
+        and all(stride % elements == 0 for stride in tensor.stride()[:-1])
+    )
+
+
+def canonical(tensor):
+    """The same view with plain strides for dimensions of size 1, whose stride means nothing."""
+    strides, plain = [], 1
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        strides.append(plain if size == 1 else stride)
+        plain *= size
+    return tensor.as_strided(tensor.shape, strides[::-1])
+
+
+def readable(tensor):
+    """A tensor that TMA can read: itself, itself with canonical strides, or a copy."""
+    if tma_reads(tensor):
+        return tensor
+    view = canonical(tensor)
+    return view if tma_reads(view) else tensor.clone(memory_format=torch.contiguous_format)
+
+
+def writable(out):
+    """A tensor that TMA can write and whose content belongs into ``out``."""
+    if tma_reads(out):
+        return out
+    view = canonical(out)
+    return view if tma_reads(view) else torch.empty_like(out, memory_format=torch.contiguous_format)

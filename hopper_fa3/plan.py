@@ -1,0 +1,99 @@
+"""Which kernel configuration answers a problem: a table of measured choices, and the order of tiles. Plain arithmetic."""
+
+from typing import NamedTuple
+
+from .kernels.config import ELEMENT_BYTES, HEAD_DIM_CLASSES, SHARED_MEMORY_LIMIT, ForwardConfig
+
+# K and V of the heads that are scheduled together should stay in L2. An H200 has 50 to 60 MB of it; O, Q and the neighbours'
+# traffic take the rest. FlashAttention-3 uses the same 32 MB.
+L2_BUDGET_BYTES = 32 * 2**20
+STAGES = 2  # K and V tiles in flight; three do not fit beside these tiles from head_dim 128 on
+
+
+class Plan(NamedTuple):
+    """How a problem is computed. Part of the key of a compiled kernel."""
+
+    tile_m: int  # queries per CTA: 64 per consumer warpgroup
+    tile_n: int  # keys per block
+    stages: int = STAGES
+    pingpong: bool = True
+    overlap: bool = True
+    early_rescale: bool = False
+
+
+# (head_dim class, head_dim_v class, right bound) -> plan. The reason of each row stands beside it.
+TABLE = {
+    (64, 64, False): Plan(192, 128),
+    (64, 64, True): Plan(192, 128),
+    (96, 96, False): Plan(128, 160),
+    (96, 96, True): Plan(128, 128),
+    (128, 128, False): Plan(128, 176),
+    (128, 128, True): Plan(128, 128),
+    (192, 128, False): Plan(128, 128),
+    (192, 128, True): Plan(128, 128),
+    (192, 192, False): Plan(128, 112, pingpong=False),
+    (192, 192, True): Plan(128, 112, pingpong=False),
+    (256, 256, False): Plan(128, 80, pingpong=False),
+    (256, 256, True): Plan(128, 80, pingpong=False),
+}
+
+
+def choose(static):
+    """The plan for a problem's static part: a row of the table, or for unusual pairs of head dims the largest K/V block that fits."""
+    row = TABLE.get((static.head_dim, static.head_dim_v, static.right_bound))
+    return row if row is not None else largest_block(static)
+
+
+def largest_block(static):
+    """Two consumer warpgroups and the widest K/V block whose configuration is legal; ping-pong as in the table's rows."""
+    for tile_n in range(176, 0, -16):
+        plan = Plan(128, tile_n, pingpong=max(static.head_dim, static.head_dim_v) <= 128)
+        config = forward_config(static, plan)
+        fits = config.smem_bytes() <= SHARED_MEMORY_LIMIT and config.spare_registers() >= 0
+        if fits and (config.separate_output or static.head_dim_v <= static.head_dim):
+            return plan
+    raise ValueError(f"no tile fits head_dim {static.head_dim} and head_dim_v {static.head_dim_v}")
+
+
+def forward_config(static, plan):
+    """The kernel configuration: what the problem fixes and what the plan chose."""
+    return ForwardConfig(
+        dtype=static.dtype,
+        head_dim=static.head_dim,
+        head_dim_v=static.head_dim_v,
+        right_bound=static.right_bound,
+        negative_scale=static.negative_scale,
+        tile_m=plan.tile_m,
+        tile_n=plan.tile_n,
+        stages=plan.stages,
+        pingpong=plan.pingpong,
+        overlap=plan.overlap,
+        early_rescale=plan.early_rescale,
+    )
+
+
+def heads_per_section(problem):
+    """Query heads, counted over the batch, whose tiles are scheduled together.
+
+    Without a right bound all tiles are equally long: one head after the other reads K and V from L2. With one, the longest
+    tiles of several heads come first, as many heads as keep their K and V in L2.
+    """
+    if problem.right is None:
+        return 1
+    bytes_per_head = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * ELEMENT_BYTES
+    heads_k = max(1, L2_BUDGET_BYTES // max(bytes_per_head, 1))
+    heads_k = 1 << (heads_k.bit_length() - 1)
+    return min(heads_k * problem.group, problem.batch * problem.heads)
+
+
+def tiles(problem, plan):
+    """Number of Q tiles: one CTA's unit of work."""
+    return -(-problem.seqlen_q // plan.tile_m) * problem.heads * problem.batch
+
+
+def tile_class(head_dim):
+    """The smallest static head-dim class that holds ``head_dim``."""
+    for candidate in HEAD_DIM_CLASSES:
+        if head_dim <= candidate:
+            return candidate
+    raise ValueError(f"head_dim must be at most {HEAD_DIM_CLASSES[-1]}, got {head_dim}")

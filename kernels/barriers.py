@@ -1,0 +1,57 @@
+"""Named barriers and the order in which consumer warpgroups use the tensor cores."""
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, const_expr
+
+from .config import WARPGROUP_THREADS
+
+
+class Barrier(IntEnum):
+    """Hardware barrier ids. 0 is the barrier of the whole CTA; each name stands for one id per consumer warpgroup."""
+
+    TURN = 1  # 1, 2, 3
+    OUTPUT = 4  # 4, 5, 6
+
+
+@dataclass(frozen=True)
+class Turns:
+    """Ping-pong: a warpgroup issues its matrix products only in its turn, so one's softmax runs under the others' products."""
+
+    warpgroups: int
+    enabled: bool
+
+    @cute.jit
+    def open(self, warpgroup: Int32):
+        """Give warpgroup 0 the first turn: the last one in the cycle arrives once for it."""
+        if const_expr(self.enabled):
+            if warpgroup == self.warpgroups - 1:
+                cute.arch.barrier_arrive(barrier_id=int(Barrier.TURN), number_of_threads=2 * WARPGROUP_THREADS)
+
+    @cute.jit
+    def wait(self, warpgroup: Int32):
+        if const_expr(self.enabled):
+            cute.arch.barrier(barrier_id=int(Barrier.TURN) + warpgroup, number_of_threads=2 * WARPGROUP_THREADS)
+
+    @cute.jit
+    def give(self, warpgroup: Int32):
+        """Hand the turn to the next warpgroup."""
+        if const_expr(self.enabled):
+            following = cutlass.select_(warpgroup == self.warpgroups - 1, Int32(0), warpgroup + 1)
+            cute.arch.barrier_arrive(barrier_id=int(Barrier.TURN) + following, number_of_threads=2 * WARPGROUP_THREADS)
+
+    @cute.jit
+    def close(self, warpgroup: Int32):
+        """Take the turn that is still given out, so that no barrier is left half full."""
+        if const_expr(self.enabled):
+            if warpgroup == 0:
+                cute.arch.barrier(barrier_id=int(Barrier.TURN), number_of_threads=2 * WARPGROUP_THREADS)
+
+
+@cute.jit
+def sync_warpgroup(warpgroup: Int32):
+    """All 128 threads of one consumer warpgroup meet."""
+    cute.arch.barrier(barrier_id=int(Barrier.OUTPUT) + warpgroup, number_of_threads=WARPGROUP_THREADS)

@@ -1,0 +1,125 @@
+"""Static configuration of the kernels: what is fixed when a kernel is compiled. Plain arithmetic, no cutlass."""
+
+from dataclasses import dataclass
+
+HEAD_DIM_CLASSES = (64, 96, 128, 192, 256)
+WARPGROUP_THREADS = 128
+WGMMA_M = 64  # rows that one warpgroup's WGMMA computes
+SHARED_MEMORY_LIMIT = 232_448  # bytes a CTA may use on sm_90: 227 KiB
+SHARED_ALIGNMENT = 1024  # bytes; the 128-byte swizzle of TMA and WGMMA repeats every 1024
+ELEMENT_BYTES = 2  # bf16 and fp16
+
+OTHER_REGISTERS = 24  # addresses, row statistics and loop state: seen in the compiled kernels
+# Registers per thread after setmaxnreg, by number of consumer warpgroups: (producer, consumer). The sum over warpgroups must
+# stay within 65,536 / 128 = 512 registers per "thread column", and each is a multiple of 8. The producer needs few: it issues TMA only.
+REGISTERS = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
+
+
+@dataclass(frozen=True)
+class ForwardConfig:
+    """One compiled forward kernel. ``head_dim`` and ``head_dim_v`` are tile classes; exact extents are run-time values."""
+
+    dtype: str
+    head_dim: int
+    head_dim_v: int
+    right_bound: bool
+    negative_scale: bool
+    tile_m: int
+    tile_n: int
+    stages: int
+    pingpong: bool
+    overlap: bool
+    early_rescale: bool
+
+    @property
+    def name(self):
+        """Readable kernel name for profilers."""
+        mask = "causal" if self.right_bound else "dense"
+        dims = f"d{self.head_dim}" if self.head_dim == self.head_dim_v else f"d{self.head_dim}v{self.head_dim_v}"
+        short = {"bfloat16": "bf16", "float16": "fp16"}[self.dtype]
+        sign = "_negative_scale" if self.negative_scale else ""
+        return f"hopper_fa3_forward_{dims}_{mask}_{short}_{self.tile_m}x{self.tile_n}{sign}"
+
+    @property
+    def consumer_warpgroups(self):
+        return self.tile_m // WGMMA_M
+
+    @property
+    def threads(self):
+        """Threads of a CTA: one producer warpgroup and the consumers."""
+        return WARPGROUP_THREADS * (1 + self.consumer_warpgroups)
+
+    @property
+    def registers(self):
+        """(producer, consumer) registers per thread."""
+        return REGISTERS[self.consumer_warpgroups]
+
+    @property
+    def query_bytes(self):
+        return self.tile_m * self.head_dim * ELEMENT_BYTES
+
+    @property
+    def output_bytes(self):
+        return self.tile_m * self.head_dim_v * ELEMENT_BYTES
+
+    @property
+    def separate_output(self):
+        """True where the O tile has shared memory of its own; otherwise it reuses the Q tile of the same warpgroup."""
+        return self._smem_bytes(separate_output=True) <= SHARED_MEMORY_LIMIT
+
+    def smem_bytes(self):
+        """Shared memory of a CTA in bytes, as kernels/smem.py lays it out."""
+        return self._smem_bytes(self.separate_output)
+
+    def _smem_bytes(self, separate_output):
+        key_value = self.stages * self.tile_n * (self.head_dim + self.head_dim_v) * ELEMENT_BYTES
+        output = self.output_bytes if separate_output else 0
+        return (
+            SHARED_ALIGNMENT + self.query_bytes + key_value + output
+        )  # the barriers fill less than one alignment unit
+
+    def spare_registers(self):
+        """Registers left per consumer thread beside S and O (float32), P (16 bit) and OTHER_REGISTERS; negative: it would spill."""
+        scores, probabilities, output = self.tile_n // 2, self.tile_n // 4, self.head_dim_v // 2
+        return self.registers[1] - scores - probabilities - output - OTHER_REGISTERS
+
+    def check(self):
+        """Raise ValueError, naming the rule, where no kernel can be built from this configuration."""
+        rules = (
+            (
+                self.head_dim in HEAD_DIM_CLASSES,
+                f"head_dim class must be one of {HEAD_DIM_CLASSES}, got {self.head_dim}",
+            ),
+            (
+                self.head_dim_v in HEAD_DIM_CLASSES,
+                f"head_dim_v class must be one of {HEAD_DIM_CLASSES}, got {self.head_dim_v}",
+            ),
+            (self.dtype in ("bfloat16", "float16"), f"dtype must be bfloat16 or float16, got {self.dtype}"),
+            (self.tile_m in (64, 128, 192), f"tile_m must be 64, 128 or 192, got {self.tile_m}"),
+            # 16 is the depth of one WGMMA step of P V; 256 the widest WGMMA.
+            (
+                self.tile_n % 16 == 0 and 16 <= self.tile_n <= 256,
+                f"tile_n must be a multiple of 16 up to 256, got {self.tile_n}",
+            ),
+            (self.stages >= 2, f"stages must be at least 2 (the next K is loaded under this one), got {self.stages}"),
+            (
+                not self.pingpong or self.consumer_warpgroups > 1,
+                "pingpong needs two or three consumer warpgroups, got one",
+            ),
+            (
+                self.separate_output or self.head_dim_v <= self.head_dim,
+                f"the O tile (head_dim_v {self.head_dim_v}) must fit beside or inside the Q tile (head_dim {self.head_dim})",
+            ),
+            (
+                self.smem_bytes() <= SHARED_MEMORY_LIMIT,
+                f"shared memory must be at most {SHARED_MEMORY_LIMIT} bytes, got {self.smem_bytes()}",
+            ),
+            (
+                self.spare_registers() >= 0,
+                f"S, P and O must leave {OTHER_REGISTERS} of {self.registers[1]} registers, "
+                f"got {OTHER_REGISTERS + self.spare_registers()}",
+            ),
+        )
+        for holds, message in rules:
+            if not holds:
+                raise ValueError(message)

@@ -1,0 +1,211 @@
+"""The consumer warpgroups of the forward kernel: S = Q Kᵀ, online softmax, O += P V."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, const_expr, pipeline
+from cutlass.cute.nvgpu import warpgroup as wgmma
+
+from .args import RunTime
+from .barriers import Turns, sync_warpgroup
+from .blocks import Band
+from .config import WARPGROUP_THREADS, WGMMA_M, ForwardConfig
+from .epilogue import normalise, send_output, store_lse, wait_output_free, write_output
+from .mask import mask_scores
+from .products import (
+    Products,
+    as_left_operand,
+    issue_output,
+    issue_scores,
+    make_products,
+    new_accumulator,
+    new_left_operand,
+    rows_and_columns,
+)
+from .schedule import PersistentSchedule
+from .softmax import QUAD, ROWS, Softmax, rescale_rows
+
+
+class Rows(NamedTuple):
+    """What one thread carries through the blocks of a tile."""
+
+    acc_o: cute.Tensor
+    probabilities: cute.Tensor
+    extreme: cute.Tensor
+    sum: cute.Tensor
+    rescale: cute.Tensor
+    key_limits: cute.Tensor  # keys that each row sees, less the thread's first column
+
+
+@dataclass(frozen=True)
+class Consumer:
+    config: ForwardConfig
+    dtype: type
+    band: Band
+    schedule: PersistentSchedule
+    turns: Turns
+    softmax: Softmax
+
+    @cute.jit
+    def run(self, tensors: tuple, shared: tuple, output: cute.Tensor, lse: cute.Tensor, pipes: tuple, run: RunTime):
+        """All tiles of this CTA; one warpgroup's 64 rows of each. ``output`` is this warpgroup's piece of shared memory for O."""
+        config = self.config
+        tiled_q, tiled_k, _, tiled_o = tensors
+        q_pipe, k_pipe, v_pipe = pipes
+        seqlen_q, _, heads, batch = tiled_q.tensor.shape
+        seqlen_k = tiled_k.tensor.shape[0]
+        thread = cute.arch.thread_idx()[0] % WARPGROUP_THREADS
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        warpgroup = warp // 4 - 1
+        is_store_warp = warp % 4 == 0
+        products = make_products(config, self.dtype, shared, warpgroup)
+        consumer = pipeline.PipelineUserType.Consumer
+        k_state = pipeline.make_pipeline_state(consumer, config.stages)
+        v_state = pipeline.make_pipeline_state(consumer, config.stages)
+        self.turns.open(warpgroup)
+        for round_index in cutlass.range(self.schedule.rounds(seqlen_q, heads, batch), unroll=1):
+            m_block, head, batch_index = self.schedule.tile(round_index, seqlen_q, heads, batch, run.section)
+            full, end = self.band.blocks(m_block * config.tile_m, config.tile_m, seqlen_q, seqlen_k, run.right)
+            first_row = m_block * config.tile_m + warpgroup * WGMMA_M + thread // QUAD // 8 * 16 + thread // QUAD % 8
+            rows = self.start_rows(products, first_row, seqlen_q, seqlen_k, run)
+            # Main loop; Q has one stage a warpgroup, which each tile fills once
+            q_state = pipeline.PipelineState(config.consumer_warpgroups, Int32(0), warpgroup, round_index % 2)
+            q_pipe.consumer_wait(q_state)
+            if end > 0:
+                k_state = self.first_block(products, k_pipe, k_state, rows, warpgroup, full, end, run)
+                for step in cutlass.range(end - cutlass.min(full, end - 1) - 1, unroll=1):
+                    k_state, v_state = self.block(
+                        products, pipes, k_state, v_state, rows, warpgroup, run, end - 2 - step, masked=True
+                    )
+                for step in cutlass.range(cutlass.min(full, end - 1), unroll=1):
+                    k_state, v_state = self.block(
+                        products, pipes, k_state, v_state, rows, warpgroup, run, step, masked=False
+                    )
+                if const_expr(config.separate_output):
+                    q_pipe.consumer_release(q_state)
+                v_state = self.last_output(products, v_pipe, v_state, rows)
+            elif const_expr(config.separate_output):
+                q_pipe.consumer_release(q_state)
+            # O and LSE leave
+            inverse, row_lse = self.softmax.finish(rows.extreme, rows.sum, run.scale_log2)
+            normalise(rows_and_columns(rows.acc_o), inverse, row_lse, rows.key_limits, self.band)
+            store_lse(lse, row_lse, first_row, head, batch_index)
+            wait_output_free(warpgroup, is_store_warp)
+            write_output(output, rows.acc_o, products.pv_add, self.dtype, thread)
+            sync_warpgroup(warpgroup)
+            if is_store_warp:
+                piece = m_block * config.consumer_warpgroups + warpgroup
+                send_output(tiled_o, output, (WGMMA_M, config.head_dim_v), piece, head, batch_index)
+                if const_expr(not config.separate_output):
+                    cute.arch.cp_async_bulk_wait_group(0, read=True)
+            if const_expr(not config.separate_output):
+                q_pipe.consumer_release(q_state)
+        self.turns.close(warpgroup)
+        if is_store_warp:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def start_rows(self, products: Products, first_row: Int32, seqlen_q: Int32, seqlen_k: Int32, run: RunTime) -> Rows:
+        """Fresh registers for a tile: O = 0, no key seen."""
+        config = self.config
+        acc_o = new_accumulator(products.pv_add, (WGMMA_M, config.head_dim_v))
+        acc_o.fill(0.0)
+        scores = new_accumulator(products.qk_first, (WGMMA_M, config.tile_n))
+        extreme, row_sum = self.softmax.start(run.scale_log2)
+        rescale = cute.make_rmem_tensor(ROWS, cutlass.Float32)
+        key_limits = cute.make_rmem_tensor(ROWS, Int32)
+        for row in cutlass.range_constexpr(ROWS):
+            key_limits[row] = self.band.key_limit(first_row + 8 * row, seqlen_q, seqlen_k, run.right)
+        return Rows(acc_o, new_left_operand(scores, self.dtype), extreme, row_sum, rescale, key_limits)
+
+    @cute.jit
+    def mask(self, scores: cute.Tensor, rows: Rows, block: Int32):
+        """Mask one block's scores."""
+        first_column = block * self.config.tile_n + 2 * (cute.arch.lane_idx() % QUAD)
+        limits = cute.make_rmem_tensor(ROWS, Int32)
+        for row in cutlass.range_constexpr(ROWS):
+            limits[row] = rows.key_limits[row] - first_column
+        mask_scores(rows_and_columns(scores), limits, self.softmax.masked)
+
+    @cute.jit
+    def first_block(
+        self, products: Products, k_pipe, k_state, rows: Rows, warpgroup: Int32, full: Int32, end: Int32, run: RunTime
+    ):
+        """Scores and softmax of the last block: its P V comes with the next block."""
+        scores = new_accumulator(products.qk_first, (WGMMA_M, self.config.tile_n))
+        k_pipe.consumer_wait(k_state)
+        self.turns.wait(warpgroup)
+        wgmma.fence()
+        issue_scores(products, scores, k_state.index)
+        self.turns.give(warpgroup)
+        wgmma.wait_group(0)
+        k_pipe.consumer_release(k_state)
+        k_state.advance()
+        if full < end:
+            self.mask(scores, rows, end - 1)
+        rescale = self.softmax.step(rows_and_columns(scores), rows.extreme, rows.sum, run.scale_log2)
+        rows.rescale.store(rescale.load())
+        rows.probabilities.store(as_left_operand(scores).load().to(self.dtype))
+        return k_state
+
+    @cute.jit
+    def block(
+        self,
+        products: Products,
+        pipes: tuple,
+        k_state,
+        v_state,
+        rows: Rows,
+        warpgroup: Int32,
+        run: RunTime,
+        block: Int32,
+        masked: cutlass.Constexpr[bool],
+    ):
+        """Scores of ``block`` and P V of the block visited before it, in flight together; softmax runs under the latter."""
+        config = self.config
+        _, k_pipe, v_pipe = pipes
+        scores = new_accumulator(products.qk_first, (WGMMA_M, config.tile_n))
+        # Issue both products in this warpgroup's turn
+        k_pipe.consumer_wait(k_state)
+        self.turns.wait(warpgroup)
+        wgmma.fence()
+        issue_scores(products, scores, k_state.index)
+        if const_expr(config.early_rescale):
+            rescale_rows(rows_and_columns(rows.acc_o), rows.rescale)
+            wgmma.fence()
+        v_pipe.consumer_wait(v_state)
+        issue_output(products, rows.acc_o, rows.probabilities, v_state.index)
+        self.turns.give(warpgroup)
+        # Softmax under P V; without overlap both products end first
+        wgmma.wait_group(1 if config.overlap else 0)
+        k_pipe.consumer_release(k_state)
+        if const_expr(masked):
+            self.mask(scores, rows, block)
+        rescale = self.softmax.step(rows_and_columns(scores), rows.extreme, rows.sum, run.scale_log2)
+        if const_expr(config.overlap):
+            v_pipe.consumer_wait(v_state)
+            wgmma.wait_group(0)
+        v_pipe.consumer_release(v_state)
+        rows.probabilities.store(as_left_operand(scores).load().to(self.dtype))
+        if const_expr(config.early_rescale):
+            rows.rescale.store(rescale.load())
+        else:
+            rescale_rows(rows_and_columns(rows.acc_o), rescale)
+        k_state.advance()
+        v_state.advance()
+        return k_state, v_state
+
+    @cute.jit
+    def last_output(self, products: Products, v_pipe, v_state, rows: Rows):
+        """P V of the last visited block."""
+        if const_expr(self.config.early_rescale):
+            rescale_rows(rows_and_columns(rows.acc_o), rows.rescale)
+        v_pipe.consumer_wait(v_state)
+        wgmma.fence()
+        issue_output(products, rows.acc_o, rows.probabilities, v_state.index)
+        wgmma.wait_group(0)
+        v_pipe.consumer_release(v_state)
+        v_state.advance()
+        return v_state

@@ -1,0 +1,177 @@
+"""Forward attention for sm_90a: one producer warp, two or three consumer warpgroups, ping-pong, persistent CTAs.
+
+The pipeline is FlashAttention-3's (Shah et al. 2024, sections 3.1 and 3.2); the loop order and the online softmax are
+FlashAttention-2's (Dao 2023).
+"""
+
+from functools import partial
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, pipeline
+from cutlass.cute.nvgpu import cpasync
+from cutlass.memory import SmemAllocator
+
+from .args import RunTime, TiledTensor
+from .barriers import Turns
+from .blocks import Band
+from .config import SHARED_ALIGNMENT, WARPGROUP_THREADS, WGMMA_M, ForwardConfig
+from .consume import Consumer
+from .load import load_tile, tile_source
+from .schedule import PersistentSchedule
+from .smem import forward_layouts, forward_storage
+from .softmax import Softmax
+
+DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
+WARPS_PER_WARPGROUP = WARPGROUP_THREADS // 32
+
+
+def heads_last(tensor):
+    """(batch, length, heads, head_dim) as (length, head_dim, heads, batch): one head is then a plain matrix."""
+    return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=[1, 3, 2, 0]))
+
+
+class ForwardKernel:
+    """Everything about the kernel that is fixed at compile time."""
+
+    def __init__(self, config: ForwardConfig):
+        config.check()
+        self.config = config
+        self.dtype = DTYPES[config.dtype]
+        self.band = Band(config.tile_n, config.right_bound)
+        self.schedule = PersistentSchedule(config.tile_m, longest_first=config.right_bound)
+        self.turns = Turns(config.consumer_warpgroups, config.pingpong)
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        out: cute.Tensor,
+        lse: cute.Tensor,
+        scale_log2: Float32,
+        right: Int32,
+        section: Int32,
+        ctas: Int32,
+        stream: cuda.CUstream,
+    ):
+        """q, k, v, out: (batch, length, heads, head_dim) in 16 bit, last stride 1; lse: (batch, heads, seqlen_q) float32."""
+        config, dtype = self.config, self.dtype
+        # TMA atoms
+        q_layout, k_layout, v_layout, o_layout = forward_layouts(config, dtype)
+        load_op, store_op = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        atom = cpasync.make_tiled_tma_atom
+        one = (None, None, 0)
+        tiled_q = TiledTensor(*atom(load_op, heads_last(q), cute.slice_(q_layout, one), (WGMMA_M, config.head_dim)))
+        tiled_k = TiledTensor(
+            *atom(load_op, heads_last(k), cute.slice_(k_layout, one), (config.tile_n, config.head_dim))
+        )
+        tiled_v = TiledTensor(
+            *atom(load_op, heads_last(v), cute.slice_(v_layout, one), (config.tile_n, config.head_dim_v))
+        )
+        tiled_o = TiledTensor(
+            *atom(store_op, heads_last(out), cute.slice_(o_layout, one), (WGMMA_M, config.head_dim_v))
+        )
+        # Launch: persistent, one CTA an SM; without min_blocks_per_mp setmaxnreg would vanish
+        tensors = (tiled_q, tiled_k, tiled_v, tiled_o)
+        self.kernel(tensors, lse, RunTime(scale_log2, right, section)).launch(
+            grid=(ctas, 1, 1), block=(config.threads, 1, 1), stream=stream, min_blocks_per_mp=1
+        )
+
+    @cute.kernel
+    def kernel(self, tensors: tuple, lse: cute.Tensor, run: RunTime):
+        config = self.config
+        tiled_q, tiled_k, tiled_v, tiled_o = tensors
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        # Descriptors, shared memory, barriers
+        if warp == 0:
+            for tiled in tensors:
+                cpasync.prefetch_descriptor(tiled.atom)
+        storage = SmemAllocator().allocate(forward_storage(config, self.dtype))
+        q_layout, k_layout, v_layout, o_layout = forward_layouts(config, self.dtype)
+        s_q = storage.q.get_tensor(q_layout.outer, swizzle=q_layout.inner)
+        s_k = storage.k.get_tensor(k_layout.outer, swizzle=k_layout.inner)
+        s_v = storage.v.get_tensor(v_layout.outer, swizzle=v_layout.inner)
+        pipes = self.pipelines(storage)
+        pipeline.pipeline_init_arrive(is_relaxed=True)
+        pipeline.pipeline_init_wait()
+        # Roles
+        producer_registers, consumer_registers = config.registers
+        if warp < WARPS_PER_WARPGROUP:
+            cute.arch.setmaxregister_decrease(producer_registers)
+            if warp == 0:
+                self.produce((tiled_q, tiled_k, tiled_v), (s_q, s_k, s_v), pipes, run)
+        else:
+            cute.arch.setmaxregister_increase(consumer_registers)
+            output = self.output_piece(storage, o_layout, warp // WARPS_PER_WARPGROUP - 1)
+            softmax = Softmax(config.negative_scale)
+            consumer = Consumer(config, self.dtype, self.band, self.schedule, self.turns, softmax)
+            consumer.run(tensors, (s_q, s_k, s_v), output, lse, pipes, run)
+
+    @cute.jit
+    def output_piece(self, storage, layout, warpgroup: Int32):
+        """A consumer warpgroup's (64, head_dim_v) piece of shared memory for O: its own, or its piece of Q."""
+        config = self.config
+        columns = config.head_dim_v if config.separate_output else config.head_dim
+        region = storage.o if config.separate_output else storage.q
+        pointer = (region.data_ptr() + warpgroup * (WGMMA_M * columns)).align(SHARED_ALIGNMENT)
+        one_piece = cute.slice_(layout, (None, None, 0))
+        return cute.make_tensor(cute.recast_ptr(pointer, one_piece.inner, dtype=self.dtype), one_piece.outer)
+
+    @cute.jit
+    def pipelines(self, storage):
+        """Full and empty barriers of Q (one stage a warpgroup), K and V."""
+        config = self.config
+        group = partial(pipeline.CooperativeGroup, pipeline.Agent.Thread)
+        element_bytes = self.dtype.width // 8
+
+        def pipe(barriers, stages, consumer_warps, elements):
+            return pipeline.PipelineTmaAsync.create(
+                barrier_storage=barriers.data_ptr(),
+                num_stages=stages,
+                producer_group=group(1),
+                consumer_group=group(consumer_warps),
+                tx_count=elements * element_bytes,
+                defer_sync=True,
+            )
+
+        warps = WARPS_PER_WARPGROUP * config.consumer_warpgroups
+        return (
+            pipe(storage.q_barriers, config.consumer_warpgroups, WARPS_PER_WARPGROUP, WGMMA_M * config.head_dim),
+            pipe(storage.k_barriers, config.stages, warps, config.tile_n * config.head_dim),
+            pipe(storage.v_barriers, config.stages, warps, config.tile_n * config.head_dim_v),
+        )
+
+    @cute.jit
+    def produce(self, tensors: tuple, shared: tuple, pipes: tuple, run: RunTime):
+        """Load, for each tile of this CTA: K of the last block, Q, then K one block ahead of V, from the last block to the first."""
+        config = self.config
+        tiled_q, tiled_k, tiled_v = tensors
+        s_q, s_k, s_v = shared
+        q_pipe, k_pipe, v_pipe = pipes
+        seqlen_q, _, heads, batch = tiled_q.tensor.shape
+        seqlen_k, _, heads_k, _ = tiled_k.tensor.shape
+        group = heads // heads_k
+        producer = pipeline.PipelineUserType.Producer
+        q_state = pipeline.make_pipeline_state(producer, config.consumer_warpgroups)
+        k_state = pipeline.make_pipeline_state(producer, config.stages)
+        v_state = pipeline.make_pipeline_state(producer, config.stages)
+        for round_index in cutlass.range(self.schedule.rounds(seqlen_q, heads, batch), unroll=1):
+            m_block, head, batch_index = self.schedule.tile(round_index, seqlen_q, heads, batch, run.section)
+            _, end = self.band.blocks(m_block * config.tile_m, config.tile_m, seqlen_q, seqlen_k, run.right)
+            head_k = head // group
+            q_source = tile_source(tiled_q, s_q, (WGMMA_M, config.head_dim), head, batch_index)
+            k_source = tile_source(tiled_k, s_k, (config.tile_n, config.head_dim), head_k, batch_index)
+            v_source = tile_source(tiled_v, s_v, (config.tile_n, config.head_dim_v), head_k, batch_index)
+            if end > 0:
+                k_state = load_tile(k_source, k_pipe, k_state, end - 1)
+            # Also for a tile that sees no key: the turn of Q's buffer, which O may share, stays the same for all
+            for piece in cutlass.range_constexpr(config.consumer_warpgroups):
+                q_state = load_tile(q_source, q_pipe, q_state, m_block * config.consumer_warpgroups + piece)
+            if end > 0:
+                for step in cutlass.range(end - 1, unroll=1):
+                    k_state = load_tile(k_source, k_pipe, k_state, end - 2 - step)
+                    v_state = load_tile(v_source, v_pipe, v_state, end - 1 - step)
+                v_state = load_tile(v_source, v_pipe, v_state, Int32(0))

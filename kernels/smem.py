@@ -1,0 +1,42 @@
+"""Shared-memory layouts of the forward kernel."""
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as sm90
+from cutlass.tensor_utils import LayoutEnum
+
+from .config import SHARED_ALIGNMENT, WGMMA_M, ForwardConfig
+
+ROW_MAJOR = LayoutEnum.ROW_MAJOR
+
+
+def forward_layouts(config: ForwardConfig, dtype):
+    """``(q, k, v, o)``: swizzled layouts. Q and O are (64, head dim, consumer warpgroups): each warpgroup owns one piece of its own,
+    so that it can give Q back, and send O off, without waiting for the others. K and V are (tile_n, head dim, stages)."""
+    tile_qk = (WGMMA_M, config.tile_n, config.head_dim)
+    tile_pv = (WGMMA_M, config.tile_n, config.head_dim_v)
+    q = sm90.make_smem_layout_a(ROW_MAJOR, tile_qk, dtype, config.consumer_warpgroups)
+    k = sm90.make_smem_layout_b(ROW_MAJOR, tile_qk, dtype, config.stages)
+    v = sm90.make_smem_layout_b(ROW_MAJOR, tile_pv, dtype, config.stages)
+    o = sm90.make_smem_layout_epi(dtype, ROW_MAJOR, (WGMMA_M, config.head_dim_v), 1)
+    return q, k, v, o
+
+
+def forward_storage(config: ForwardConfig, dtype):
+    """The struct of a CTA's shared memory."""
+    q_layout, k_layout, v_layout, _ = forward_layouts(config, dtype)
+    output_elements = config.consumer_warpgroups * WGMMA_M * config.head_dim_v if config.separate_output else 0
+
+    @cute.struct
+    class ForwardStorage:
+        # full and empty barriers: one pair a stage, and one pair a warpgroup for Q
+        q_barriers: cute.struct.MemRange[cutlass.Int64, 2 * config.consumer_warpgroups]
+        k_barriers: cute.struct.MemRange[cutlass.Int64, 2 * config.stages]
+        v_barriers: cute.struct.MemRange[cutlass.Int64, 2 * config.stages]
+        # Without a buffer of its own, O reuses its warpgroup's piece of q after the tile's last Q Kᵀ, until the store has read it.
+        q: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(q_layout)], SHARED_ALIGNMENT]
+        k: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(k_layout)], SHARED_ALIGNMENT]
+        v: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(v_layout)], SHARED_ALIGNMENT]
+        o: cute.struct.Align[cute.struct.MemRange[dtype, output_elements], SHARED_ALIGNMENT]
+
+    return ForwardStorage
