@@ -64,8 +64,8 @@ def flash_attn_with_kvcache(
     q, k_cache, v_cache, k=None, v=None, qv=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None,
     cache_batch_idx=None, cache_leftpad=None, page_table=None, cu_seqlens_q=None, cu_seqlens_k_new=None,
     max_seqlen_q=None, rotary_seqlens=None, q_descale=None, k_descale=None, v_descale=None, softmax_scale=None,
-    causal=False, window_size=(-1, -1), attention_chunk=0, softcap=0.0, rotary_interleaved=True, scheduler_metadata=None,
-    num_splits=0, pack_gqa=None, sm_margin=0, return_softmax_lse=False, *, sink=None, out=None,
+    causal=False, window_size=(-1, -1), attention_chunk=0, softcap=0.0, rotary_interleaved=True,
+    scheduler_metadata=None, num_splits=0, pack_gqa=None, sm_margin=0, return_softmax_lse=False, *, sink=None, out=None,
 ):  # fmt: skip
     """Attention over a key/value cache, for decoding. Not built yet: raises NotImplementedError."""
     raise NotImplementedError("flash_attn_with_kvcache is not built yet")
