@@ -55,7 +55,7 @@ def standard(q, k, v, *, softmax_scale=None, left=None, right=None, compute_dtyp
     band = Band(seqlen_q, seqlen_k, left, right)
     hidden = band.hidden(range(seqlen_q), range(seqlen_k), q.device)
     out, lse = _results(q, k, v, dtype)
-    finite = bool(v.isfinite().all())
+    finite = _all_finite(v)
     for entry, head in itertools.product(range(batch), range(heads)):
         queries, keys, values = (
             tensor[entry, :, index].to(dtype) for tensor, index in ((q, head), (k, head // group), (v, head // group))
@@ -82,7 +82,7 @@ def blockwise(problem, q, k, v, *, out=None, block_q=BLOCK_Q, block_k=BLOCK_K, t
     """
     out, lse = _results(q, k, v, q.dtype, out)
     traffic = Traffic() if traffic is None else traffic
-    finite = bool(v.isfinite().all())
+    finite = _all_finite(v)
     with_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     for rows in blocks(range(problem.seqlen_q), block_q):
         arguments = (problem, q, k, v, rows, block_k, finite, traffic)
@@ -106,7 +106,7 @@ def blockwise_kv_outer(problem, q, k, v, *, block_q=BLOCK_Q, block_k=BLOCK_K, tr
     """
     traffic = Traffic() if traffic is None else traffic
     out, lse = _results(q, k, v, q.dtype)
-    finite = bool(v.isfinite().all())
+    finite = _all_finite(v)
     band = _band(problem)
     shape = (problem.batch, problem.heads_k, problem.group, problem.seqlen_q)
     memory = _fresh(shape, problem.head_dim_v, q)
@@ -279,6 +279,11 @@ def _weighted_sum(weights, v, finite):
     for kind, value in ((v == math.inf, math.inf), (v == -math.inf, -math.inf), (v.isnan(), math.nan)):
         result = result + torch.zeros_like(result).masked_fill(taken @ kind.to(v.dtype) > 0, value)
     return result
+
+
+def _all_finite(tensor):
+    """True where no element is NaN or inf; allocates nothing of the tensor's size."""
+    return tensor.numel() == 0 or all(bound.isfinite().item() for bound in torch.aminmax(tensor.detach()))
 
 
 def _results(q, k, v, dtype, out=None):

@@ -1,0 +1,205 @@
+"""What the blockwise orders allocate and move: O(length) extra memory, and the closed forms of the traffic."""
+
+import weakref
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hopper_fa3.problem import Problem
+from hopper_fa3.reference import (
+    Traffic,
+    blockwise,
+    blockwise_kv_outer,
+    standard,
+    traffic_kv_outer,
+    traffic_q_outer,
+    traffic_standard,
+)
+
+BLOCK_Q, BLOCK_K = 32, 64
+
+
+class Allocations(TorchDispatchMode):
+    """Bytes of the storages that operations create: the largest one, and the most that live at a time."""
+
+    def __init__(self):
+        super().__init__()
+        self.largest = self.live = self.peak = 0
+        self.seen = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        inputs = [x for x in (*args, *(kwargs or {}).values()) if isinstance(x, torch.Tensor)]
+        self.seen.update(x.untyped_storage()._cdata for x in inputs)
+        results = function(*args, **(kwargs or {}))
+        for result in results if isinstance(results, (tuple, list)) else (results,):
+            if isinstance(result, torch.Tensor):
+                self.record(result.untyped_storage())
+        return results
+
+    def record(self, storage):
+        if storage._cdata in self.seen:
+            return
+        self.seen.add(storage._cdata)
+        self.live += storage.nbytes()
+        self.peak = max(self.peak, self.live)
+        self.largest = max(self.largest, storage.nbytes())
+        weakref.finalize(storage, self.free, storage._cdata, storage.nbytes())
+
+    def free(self, key, size):
+        self.seen.discard(key)
+        self.live -= size
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Tiny products: a second thread costs more than it gives."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def inputs(seqlen_q, seqlen_k, heads=2, heads_k=1, head_dim=8, head_dim_v=4, batch=1):
+    return (
+        torch.randn(batch, seqlen_q, heads, head_dim),
+        torch.randn(batch, seqlen_k, heads_k, head_dim),
+        torch.randn(batch, seqlen_k, heads_k, head_dim_v),
+    )
+
+
+def allocated(attention, length, causal, with_gradients=False):
+    q, k, v = (x.requires_grad_(with_gradients) for x in inputs(length, length))
+    problem = Problem.from_tensors(q, k, v, causal=causal)
+    with Allocations() as allocations:
+        out, lse = attention(problem, q, k, v)
+        if with_gradients:
+            (out.sum() + lse.sum()).backward()
+    return allocations
+
+
+def small_blocks(order):
+    return lambda problem, q, k, v: order(problem, q, k, v, block_q=BLOCK_Q, block_k=BLOCK_K)
+
+
+def in_full(problem, q, k, v):
+    return standard(q, k, v, right=problem.right)
+
+
+def test_the_meter_sees_what_lives():
+    with Allocations() as allocations:
+        a = torch.ones(100)
+        b = a + 1
+        b.mul_(2)
+        b.view(10, 10)
+        del a
+        c = b[:50] * 2
+        assert allocations.live == 400 + 200
+        del b, c
+    assert (allocations.live, allocations.peak, allocations.largest) == (0, 800, 400)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("order", [blockwise, blockwise_kv_outer])
+def test_extra_memory_is_linear_in_length(order, causal):
+    lengths = (256, 512, 1024)
+    peaks = [allocated(small_blocks(order), length, causal).peak for length in lengths]
+    # Equal steps per token: linear with nothing above it. A constant part (the tile) makes the first ratio less than 2.
+    steps = [(b - a) / (n - m) for a, b, m, n in zip(peaks, peaks[1:], lengths, lengths[1:], strict=False)]
+    assert steps[1] == pytest.approx(steps[0], rel=0.05) and peaks[2] < 4.2 * peaks[0]
+    # Per token: out, LSE and at most the state of FA-1 again, in float32; a bool for every value.
+    assert steps[0] <= 4 * 2 * (2 * 4 + 3) + 4
+    assert allocated(small_blocks(order), 1024, causal).largest < 1024 * 1024
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_extra_memory_of_standard_is_quadratic(causal):
+    peaks = [allocated(in_full, length, causal).peak for length in (256, 512, 1024)]
+    assert peaks[1] > 3.8 * peaks[0] and peaks[2] > 3.8 * peaks[1]
+    assert peaks[2] > 10 * allocated(small_blocks(blockwise), 1024, causal).peak
+
+
+def test_the_backward_pass_is_linear_too():
+    lengths = (256, 512, 1024)
+    peaks = [allocated(small_blocks(blockwise), length, True, with_gradients=True).peak for length in lengths]
+    assert peaks[1] < 2.2 * peaks[0] and peaks[2] < 2.2 * peaks[1]
+    full = [allocated(in_full, length, True, with_gradients=True).peak for length in lengths]
+    assert full[2] > 3.8 * full[1] and full[2] > 10 * peaks[2]
+
+
+SHAPES = (
+    (96, 128, 2, 2, 8, 8, 1), (96, 128, 6, 2, 16, 4, 2), (100, 130, 5, 1, 8, 8, 2), (130, 100, 4, 4, 8, 16, 1),
+    (1, 200, 8, 1, 8, 8, 2), (200, 1, 2, 2, 8, 8, 1), (0, 50, 2, 1, 8, 8, 1), (50, 0, 2, 1, 8, 8, 1),
+)  # fmt: skip
+
+
+def counted(order, problem, q, k, v):
+    traffic = Traffic()
+    order(problem, q, k, v, block_q=BLOCK_Q, block_k=BLOCK_K, traffic=traffic)
+    return traffic
+
+
+@pytest.mark.parametrize(("left", "right"), [(None, None), (None, 0), (None, 17), (20, 0), (40, -1)])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_counts_are_the_closed_forms(shape, left, right):
+    q, k, v = inputs(*shape)
+    problem = replace(Problem.from_tensors(q, k, v, window_size=(-1, right)), left=left)
+    assert counted(blockwise, problem, q, k, v) == traffic_q_outer(problem, BLOCK_Q)
+    assert counted(blockwise_kv_outer, problem, q, k, v) == traffic_kv_outer(problem, BLOCK_K)
+
+
+@pytest.mark.parametrize(("batch", "heads", "heads_k", "d", "d_v"), [(1, 1, 1, 8, 8), (2, 6, 2, 16, 4)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_closed_forms_of_whole_tiles(batch, heads, heads_k, d, d_v, causal):
+    """The docstrings' formulas, written out; lengths are multiples of the blocks."""
+    n = 256
+    q, k, v = inputs(n, n, heads, heads_k, d, d_v, batch)
+    problem = Problem.from_tensors(q, k, v, causal=causal)
+    rows, keys = batch * heads, batch * heads_k
+    per_tile = n * (n // BLOCK_Q + 1) // 2 if causal else n * n // BLOCK_Q
+    q_outer = Traffic(rows * n * d + keys * (d + d_v) * per_tile, rows * n * (d_v + 1))
+    visits = n * (n // BLOCK_K + 1) // 2 if causal else n * n // BLOCK_K
+    kv_outer = Traffic(
+        keys * n * (d + d_v) + rows * visits * (d + d_v + 2) + rows * n * (d_v + 2),
+        rows * n * (d_v + 2) + rows * visits * (d_v + 2) + rows * n * (d_v + 1),
+    )
+    full = Traffic(
+        rows * n * d + keys * n * (d + d_v) + 2 * rows * n * n,
+        2 * rows * n * n + rows * n * (d_v + 1),
+    )
+    assert traffic_q_outer(problem, BLOCK_Q) == counted(blockwise, problem, q, k, v) == q_outer
+    assert traffic_kv_outer(problem, BLOCK_K) == counted(blockwise_kv_outer, problem, q, k, v) == kv_outer
+    assert traffic_standard(problem) == full
+
+
+def test_tiles_save_traffic_over_the_standard_way():
+    """Theorem 2: N^2 d^2 / Z against N^2. Writing falls from quadratic to linear, and a larger tile reads less."""
+    q, k, v = inputs(4096, 4096, 8, 8, 64, 64)
+    problem = Problem.from_tensors(q, k, v)
+    full, small, large = traffic_standard(problem), traffic_q_outer(problem, 128), traffic_q_outer(problem, 512)
+    assert small.read < full.read / 1.9 and large.read < full.read / 7
+    assert small.written == large.written < full.written / 100
+    kv_outer = traffic_kv_outer(problem, 128)
+    assert small.read + small.written < kv_outer.read + kv_outer.written < full.read + full.written
+
+
+def test_blocks_that_no_query_sees_are_not_read():
+    q, k, v = inputs(256, 256)
+    k[:, 100:], v[:, 100:] = float("nan"), float("nan")
+    problem = Problem.from_tensors(q[:, :90], k, v)  # 90 queries, of which a right bound lets the last see key 99
+    problem = replace(problem, right=99 - (89 + 256 - 90))
+    traffic = Traffic()
+    out, _ = blockwise(problem, q[:, :90], k, v, traffic=traffic)
+    assert out.isfinite().all() and traffic.read == 90 * 2 * 8 + 100 * (8 + 4)
+
+
+def test_a_backward_pass_counts_its_reading_again():
+    q, k, v = (x.requires_grad_() for x in inputs(96, 128))
+    problem = Problem.from_tensors(q, k, v)
+    traffic = Traffic()
+    out, _ = blockwise(problem, q, k, v, block_q=BLOCK_Q, block_k=BLOCK_K, traffic=traffic)
+    forward = traffic_q_outer(problem, BLOCK_Q)
+    assert traffic == forward
+    out.sum().backward()
+    assert traffic == replace(forward, read=2 * forward.read)
