@@ -1,21 +1,17 @@
-"""Problem: every refusal with its exact message, row by row, and what is kept of a call that is legal.
+"""Problem: every refusal with its exact message, row by row. Fake tensors stand in for CUDA ones: no GPU is needed."""
 
-Fake tensors stand in for CUDA ones, and the two questions to the device are answered here: no GPU is needed.
-"""
-
-import contextlib
 import math
-import re
 from dataclasses import FrozenInstanceError, replace
 from fractions import Fraction
 
 import pytest
 import torch
+from refusal import refused
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hopper_fa3 import problem
 from hopper_fa3.plan import Plan
-from hopper_fa3.problem import ILLEGAL, Problem, Static, bounds, check_states, refuse_illegal, split_packed
+from hopper_fa3.problem import ILLEGAL, Problem, Static, bounds, refuse_illegal
 
 SMS = 132
 NUMBERS = {"heads": 4, "heads_k": 2, "head_dim": 64, "head_dim_v": 64, "batch": 2, "seqlen_q": 5, "seqlen_k": 7}
@@ -41,11 +37,6 @@ def hopper(monkeypatch):
         yield
 
 
-def refused(error, message):
-    """The exception with exactly this message, no subclass of it."""
-    return pytest.raises(error, match=f"^{re.escape(message)}$", check=lambda raised: type(raised) is error)
-
-
 # Facts of a legal call on each device, in the plain values of the table.
 LEGAL = {
     "device": "cpu", "architecture": None, "dtype": "bfloat16", "head_dim": 64, "head_dim_v": 64, "seqlen_q": 5,
@@ -59,7 +50,7 @@ GRAD = {"requires_grad": True}
 WINDOW = "the left side of window_size must be open or at least seqlen_k - 1 (windows are not built yet)"
 DIMS = "must be a multiple of 8 and at most 256"
 
-# In the table's order: row, facts that differ from LEGAL, error, message.
+# In the table's order: fact, facts that differ from LEGAL, error, message.
 ROWS = (
     ("device", {"device": "meta"}, RuntimeError, "device must be the CPU or a CUDA GPU, got meta"),
     ("architecture", CUDA | {"architecture": "sm_80"}, RuntimeError,
@@ -127,18 +118,13 @@ def test_legal_facts_pass(change):
     refuse_illegal(LEGAL | change)
 
 
-@pytest.mark.parametrize("head_dim", [*range(257), 260, 264, 512])
-def test_head_dims_on_cuda(head_dim):
-    legal = head_dim in (8 * n for n in range(1, 33))
-    with contextlib.nullcontext() if legal else refused(ValueError, f"head_dim {DIMS}, got {head_dim}"):
-        refuse_illegal(LEGAL | CUDA | {"head_dim": head_dim})
-
-
-@pytest.mark.parametrize("margin", [0.5, "8", True, None, 2.0])
-def test_sm_margin_is_an_integer(margin):
-    shown = margin if isinstance(margin, str) else repr(margin)
-    with refused(ValueError, f"sm_margin must be an integer of at least 0, got {shown}"):
-        Problem.from_tensors(*tensors(), sm_margin=margin)
+def test_head_dims_on_cuda():
+    legal = {8 * n for n in range(1, 33)}
+    for head_dim in legal:
+        refuse_illegal(LEGAL | CUDA | {"head_dim": head_dim, "head_dim_v": head_dim})
+    for head_dim in {*range(-8, 300)} - legal:
+        with refused(ValueError, f"head_dim {DIMS}, got {head_dim}"):
+            refuse_illegal(LEGAL | CUDA | {"head_dim": head_dim})
 
 
 CALLS = (
@@ -156,8 +142,6 @@ CALLS = (
     ({"mask": torch.ones(2)}, NotImplementedError, "mask must be None (not built yet), got Tensor"),
     ({"block_mask": ()}, NotImplementedError, "block_mask must be None (not built yet), got tuple"),
     ({"window_size": (5, -1)}, NotImplementedError, f"{WINDOW}, got 5"),
-    ({"window_size": (0, 0)}, NotImplementedError, f"{WINDOW}, got 0"),
-    ({"window_size": (5, -1), "causal": True}, NotImplementedError, f"{WINDOW}, got 5"),
     ({"window_size": (-2, 0)}, ValueError, "each side of window_size must be None, -1 or at least 0, got (-2, 0)"),
     ({"window_size": (-1, -2)}, ValueError, "each side of window_size must be None, -1 or at least 0, got (-1, -2)"),
     ({"window_size": (-1, 1.5)}, ValueError, "each side of window_size must be None, -1 or at least 0, got (-1, 1.5)"),
@@ -168,9 +152,10 @@ CALLS = (
     ({"softmax_scale": 2.0**127}, ValueError,
      "softmax_scale must be finite and below 2**127 in magnitude, got 1.7014118346046923e+38"),
     ({"softmax_scale": torch.ones(())}, TypeError, "softmax_scale must be a number or None, got Tensor"),
-    ({"softmax_scale": "auto"}, TypeError, "softmax_scale must be a number or None, got auto"),
     ({"plan": (128, 128)}, TypeError, "plan must be a hopper_fa3.plan.Plan, got tuple"),
     ({"sm_margin": -3}, ValueError, "sm_margin must be an integer of at least 0, got -3"),
+    ({"sm_margin": 2.0}, ValueError, "sm_margin must be an integer of at least 0, got 2.0"),
+    ({"sm_margin": True}, ValueError, "sm_margin must be an integer of at least 0, got True"),
     ({"out": 1}, TypeError, "out must be a torch.Tensor, got 1"),
     ({"out": torch.empty(2, 5, 4, 64)}, TypeError, "out must have q's dtype bfloat16, got float32"),
     ({"out": torch.empty(2, 5, 2, 64, dtype=torch.bfloat16)}, ValueError,
@@ -359,61 +344,7 @@ def test_the_device_is_asked_once(monkeypatch):
     assert [problem.architecture(device) for _ in range(3)] == ["sm_86"] * 3 and asked == [device]
 
 
-def test_another_gpu_is_refused(monkeypatch):
+def test_another_gpu_is_refused(hopper, monkeypatch):
     monkeypatch.setattr(problem, "architecture", lambda device: "sm_100")
-    monkeypatch.setattr(problem, "multiprocessors", lambda device: SMS)
-    with FakeTensorMode(), refused(RuntimeError, "the CUDA device must be sm_90 (H100, H200), got sm_100"):
+    with refused(RuntimeError, "the CUDA device must be sm_90 (H100, H200), got sm_100"):
         Problem.from_tensors(*tensors("cuda"))
-
-
-PACKED = "qkv must have shape (batch, seqlen, 3, heads, head_dim) or (batch, seqlen, heads_q + 2 heads_k, head_dim)"
-
-
-@pytest.mark.parametrize(
-    ("shape", "heads", "message"),
-    [
-        ((2, 3, 4), None, f"{PACKED}, got (2, 3, 4)"),
-        ((2, 5, 2, 4, 8), None, f"{PACKED}, got (2, 5, 2, 4, 8)"),
-        ((2, 5, 3, 4, 8), 8, "num_heads_q must be the 4 heads of a 5-D qkv or None, got 8"),
-        ((2, 5, 6, 8), None, "num_heads_q must leave an even number of the 6 heads to k and v, got None"),
-        ((2, 5, 6, 8), 3, "num_heads_q must leave an even number of the 6 heads to k and v, got 3"),
-        ((2, 5, 6, 8), 6, "num_heads_q must leave an even number of the 6 heads to k and v, got 6"),
-        ((2, 5, 6, 8), 0, "num_heads_q must leave an even number of the 6 heads to k and v, got 0"),
-        ((2, 5, 6, 8), 2.0, "num_heads_q must leave an even number of the 6 heads to k and v, got 2.0"),
-    ],
-)
-def test_packed_shapes_that_do_not_fit(shape, heads, message):
-    with refused(ValueError, message):
-        split_packed(torch.empty(shape), heads)
-
-
-def test_packed_input_is_a_tensor():
-    with refused(TypeError, "qkv must be a torch.Tensor, got tuple"):
-        split_packed(tensors())
-
-
-def states(shape_a=(2, 5, 4, 8), shape_b=(2, 5, 4, 8), lse_a=(2, 4, 5), lse_b=(2, 4, 5), dtype_b=torch.float32):
-    return torch.empty(shape_a), torch.empty(lse_a), torch.empty(shape_b, dtype=dtype_b), torch.empty(lse_b)
-
-
-STATES = "out_a and out_b must have one shape (batch, seqlen_q, heads, head_dim_v) or (total, heads, head_dim_v)"
-
-
-@pytest.mark.parametrize(
-    ("given", "error", "message"),
-    [
-        (states(dtype_b=torch.float64), TypeError,
-         "out_a and out_b must have one dtype, got torch.float32 and torch.float64"),
-        (states(dtype_b=torch.int32), TypeError, "out_b must be floating point, got int32"),
-        (states(shape_b=(2, 5, 4, 7)), ValueError, f"{STATES}, got (2, 5, 4, 8) and (2, 5, 4, 7)"),
-        (states((5, 4), (5, 4)), ValueError, f"{STATES}, got (5, 4) and (5, 4)"),
-        (states(lse_a=(2, 5, 4)), ValueError, "lse_a and lse_b must have shape (2, 4, 5), got (2, 5, 4) and (2, 4, 5)"),
-        (states(lse_b=(2, 4, 1)), ValueError, "lse_a and lse_b must have shape (2, 4, 5), got (2, 4, 5) and (2, 4, 1)"),
-        ((*states()[:3], None), TypeError, "lse_b must be a torch.Tensor, got None"),
-        ((*states()[:2], torch.empty(2, 5, 4, 8, device="meta"), states()[3]), RuntimeError,
-         "out_a and out_b must have one device, got cpu and meta"),
-    ],
-)  # fmt: skip
-def test_partial_results_that_do_not_fit(given, error, message):
-    with refused(error, message):
-        check_states(*given)

@@ -1,0 +1,251 @@
+"""The public functions: signatures, values on the CPU through them, refusals, and what an import costs."""
+
+import inspect
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+from refusal import refused
+
+import hopper_fa3
+from hopper_fa3 import flash_attn_func, flash_attn_qkvpacked_func, launch
+from hopper_fa3.plan import Plan
+from hopper_fa3.reference import standard
+
+# As API.md has them. Keyword-only arguments are ours; all before them is FlashAttention-3's interface.
+SIGNATURES = {
+    "flash_attn_func": "q, k, v, softmax_scale=None, causal=False, qv=None, q_descale=None, k_descale=None, "
+    "v_descale=None, window_size=(-1, -1), attention_chunk=0, softcap=0.0, num_splits=1, pack_gqa=None, "
+    "deterministic=False, sm_margin=0, return_attn_probs=False, *, sink=None, alibi_slopes=None, score=None, "
+    "mask=None, block_mask=None, out=None, plan=None",
+    "flash_attn_varlen_func": "q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q=None, "
+    "seqused_k=None, softmax_scale=None, causal=False, qv=None, q_descale=None, k_descale=None, v_descale=None, "
+    "window_size=(-1, -1), attention_chunk=0, softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False, "
+    "sm_margin=0, return_attn_probs=False, *, sink=None, alibi_slopes=None, score=None, mask=None, "
+    "block_mask=None, page_table=None, out=None, plan=None",
+    "flash_attn_with_kvcache": "q, k_cache, v_cache, k=None, v=None, qv=None, rotary_cos=None, rotary_sin=None, "
+    "cache_seqlens=None, cache_batch_idx=None, cache_leftpad=None, page_table=None, cu_seqlens_q=None, "
+    "cu_seqlens_k_new=None, max_seqlen_q=None, rotary_seqlens=None, q_descale=None, k_descale=None, "
+    "v_descale=None, softmax_scale=None, causal=False, window_size=(-1, -1), attention_chunk=0, softcap=0.0, "
+    "rotary_interleaved=True, scheduler_metadata=None, num_splits=0, pack_gqa=None, sm_margin=0, "
+    "return_softmax_lse=False, *, sink=None, out=None",
+    "flash_attn_qkvpacked_func": "qkv, softmax_scale=None, causal=False, q_descale=None, k_descale=None, "
+    "v_descale=None, window_size=(-1, -1), attention_chunk=0, softcap=0.0, deterministic=False, num_heads_q=None, "
+    "sm_margin=0, return_attn_probs=False",
+    "flash_attn_combine": "out_partial, lse_partial, out=None, out_dtype=None",
+    "merge_states": "out_a, lse_a, out_b, lse_b",
+}
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signature(name):
+    assert str(inspect.signature(getattr(hopper_fa3, name))) == f"({SIGNATURES[name]})"
+
+
+def test_the_package_exports_these_names_only():
+    assert set(hopper_fa3.__all__) == set(SIGNATURES)
+
+
+@pytest.mark.parametrize(
+    ("name", "count"), [("flash_attn_varlen_func", 7), ("flash_attn_with_kvcache", 3), ("flash_attn_combine", 2)]
+)
+def test_what_is_not_built_says_so(name, count):
+    with refused(NotImplementedError, f"{name} is not built yet"):
+        getattr(hopper_fa3, name)(*[None] * count)
+
+
+def inputs(seqlen_q=40, seqlen_k=60, heads=4, heads_k=2, head_dim=24, head_dim_v=16, dtype=torch.float32):
+    torch.manual_seed(0)
+    return (
+        torch.randn(2, seqlen_q, heads, head_dim).to(dtype),
+        torch.randn(2, seqlen_k, heads_k, head_dim).to(dtype),
+        torch.randn(2, seqlen_k, heads_k, head_dim_v).to(dtype),
+    )
+
+
+def is_oracle(out, lse, q, k, v, **options):
+    true, true_lse = standard(q, k, v, compute_dtype=torch.float64, **options)
+    assert out.dtype == q.dtype and lse.dtype == (torch.float64 if q.dtype == torch.float64 else torch.float32)
+    unit = torch.finfo(q.dtype).eps
+    assert ((out - true).abs() <= unit / 2 * true.abs() + 32 * torch.finfo(lse.dtype).eps).all()
+    torch.testing.assert_close(lse.double(), true_lse, rtol=0, atol=64 * torch.finfo(lse.dtype).eps)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("options", [{}, {"right": 0}, {"right": 5}, {"softmax_scale": -0.5}], ids=str)
+def test_values_on_the_cpu_are_the_oracle(options, dtype):
+    q, k, v = inputs(dtype=dtype)
+    scale, right = options.get("softmax_scale"), options.get("right", -1)
+    given = flash_attn_func(q, k, v, scale, right == 0, window_size=(-1, right), return_attn_probs=True)
+    is_oracle(*given, q, k, v, **options)
+
+
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(0, 3), (3, 0), (1, 1), (5, 2), (300, 1030)])
+def test_lengths(seqlen_q, seqlen_k):
+    q, k, v = inputs(seqlen_q, seqlen_k)
+    out, lse = flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
+    is_oracle(out, lse, q, k, v, right=0)
+    blind = max(0, seqlen_q - seqlen_k)
+    assert not out[:, :blind].any() and (lse[:, :, :blind] == -math.inf).all()
+
+
+def test_what_is_returned():
+    q, k, v = inputs()
+    out = flash_attn_func(q, k, v)
+    assert isinstance(out, torch.Tensor) and out.shape == (2, 40, 4, 16)
+    again, lse = flash_attn_func(q, k, v, return_attn_probs=True)
+    assert torch.equal(out, again) and lse.shape == (2, 4, 40)
+
+
+def test_the_given_output_is_written_and_returned():
+    q, k, v = inputs(300, 330)  # several tiles
+    out = torch.full((2, 4, 16, 300), math.nan).permute(0, 3, 1, 2)
+    given = flash_attn_func(q, k, v, causal=True, out=out)
+    assert given is out and torch.equal(out, flash_attn_func(q, k, v, causal=True))
+
+
+@pytest.mark.parametrize("group", [1, 2, 5, 7, 8])
+@pytest.mark.parametrize("heads_k", [1, 3])
+def test_a_query_head_reads_its_key_head(group, heads_k):
+    q, k, v = inputs(9, 11, group * heads_k, heads_k)
+    out, lse = flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
+    for head in range(group * heads_k):
+        kv_head = slice(head // group, head // group + 1)
+        alone = flash_attn_func(q[:, :, head : head + 1], k[:, :, kv_head], v[:, :, kv_head], causal=True,
+                                return_attn_probs=True)  # fmt: skip
+        torch.testing.assert_close(out[:, :, head : head + 1], alone[0], rtol=0, atol=1e-6)
+        torch.testing.assert_close(lse[:, head : head + 1], alone[1], rtol=0, atol=1e-6)
+
+
+def test_options_that_change_no_value():
+    q, k, v = inputs()
+    expected = flash_attn_func(q, k, v, causal=True)
+    options = ({"num_splits": 0}, {"pack_gqa": False}, {"deterministic": True}, {"sm_margin": 8},
+               {"plan": Plan(128, 64)}, {"window_size": (59, 0)}, {"window_size": (None, 3)})  # fmt: skip
+    for option in options:
+        assert torch.equal(flash_attn_func(q, k, v, causal=True, **option), expected), option
+
+
+def test_inputs_stay_as_they_were():
+    tensors = inputs()
+    before = [x.clone() for x in tensors]
+    flash_attn_func(*tensors, causal=True)
+    assert all(torch.equal(a, b) for a, b in zip(tensors, before, strict=True))
+
+
+def test_gradients_flow_through_both_results():
+    tensors = [x.double().requires_grad_() for x in inputs(12, 20)]
+
+    def gradients(out, lse):  # CASES 12
+        return torch.autograd.grad(out.sum() + lse.logsumexp(-1).sum(), tensors)
+
+    ours = gradients(*flash_attn_func(*tensors, causal=True, return_attn_probs=True))
+    for a, b in zip(ours, gradients(*standard(*tensors, right=0)), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+def test_both_packed_layouts():
+    q, k, v = inputs(40, 40, 6, 2, 16, 16)
+    options = {"softmax_scale": 0.3, "causal": True, "return_attn_probs": True}
+    expected = flash_attn_func(q, k, v, **options)
+    given = flash_attn_qkvpacked_func(torch.cat((q, k, v), 2), num_heads_q=6, **options)
+    assert all(torch.equal(a, b) for a, b in zip(given, expected, strict=True))
+    equal_heads = flash_attn_func(q[:, :, :2], k, v, **options)
+    packed = torch.stack((q[:, :, :2], k, v), 2)
+    for heads in (None, 2):
+        given = flash_attn_qkvpacked_func(packed, num_heads_q=heads, **options)
+        assert all(torch.equal(a, b) for a, b in zip(given, equal_heads, strict=True))
+    assert torch.equal(flash_attn_qkvpacked_func(packed), flash_attn_func(q[:, :, :2], k, v))
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"softcap": 2.0}, "softcap must be 0.0 (not built yet), got 2.0"),
+        ({"attention_chunk": 2}, "attention_chunk must be 0 (not built yet), got 2"),
+        ({"q_descale": 2.0}, "q_descale must be None (not built yet), got 2.0"),
+        ({"k_descale": 2.0}, "k_descale must be None (not built yet), got 2.0"),
+        ({"v_descale": 2.0}, "v_descale must be None (not built yet), got 2.0"),
+    ],
+    ids=str,
+)
+def test_packed_options_are_passed_on(option, message):
+    with refused(NotImplementedError, message):
+        flash_attn_qkvpacked_func(torch.zeros(1, 2, 3, 1, 8), **option)
+
+
+PACKED = "qkv must have shape (batch, seqlen, 3, heads, head_dim) or (batch, seqlen, heads_q + 2 heads_k, head_dim)"
+
+
+@pytest.mark.parametrize(
+    ("shape", "heads", "message"),
+    [
+        ((2, 3, 4), None, f"{PACKED}, got (2, 3, 4)"),
+        ((2, 5, 2, 4, 8), None, f"{PACKED}, got (2, 5, 2, 4, 8)"),
+        ((2, 5, 3, 4, 8), 8, "num_heads_q must be the 4 heads of a 5-D qkv or None, got 8"),
+        ((2, 5, 6, 8), None, "num_heads_q must leave an even number of the 6 heads to k and v, got None"),
+        ((2, 5, 6, 8), 3, "num_heads_q must leave an even number of the 6 heads to k and v, got 3"),
+        ((2, 5, 6, 8), 6, "num_heads_q must leave an even number of the 6 heads to k and v, got 6"),
+        ((2, 5, 6, 8), 0, "num_heads_q must leave an even number of the 6 heads to k and v, got 0"),
+        ((2, 5, 6, 8), 2.0, "num_heads_q must leave an even number of the 6 heads to k and v, got 2.0"),
+    ],
+)
+def test_packed_shapes_that_do_not_fit(shape, heads, message):
+    with refused(ValueError, message):
+        flash_attn_qkvpacked_func(torch.empty(shape), num_heads_q=heads)
+
+
+def test_packed_input_is_a_tensor():
+    with refused(TypeError, "qkv must be a torch.Tensor, got tuple"):
+        flash_attn_qkvpacked_func(inputs())
+
+
+UNBUILT = ("qv", "q_descale", "k_descale", "v_descale", "sink", "alibi_slopes", "score", "mask", "block_mask")
+REFUSED = {
+    **dict.fromkeys(UNBUILT, (2.0, NotImplementedError)), "window_size": ((3, 0), NotImplementedError),
+    "attention_chunk": (2, NotImplementedError), "softcap": (2.0, NotImplementedError),
+    "num_splits": (2, NotImplementedError), "pack_gqa": (True, NotImplementedError), "sm_margin": (-1, ValueError),
+    "softmax_scale": (math.nan, ValueError), "out": (2.0, TypeError), "plan": (2.0, TypeError),
+}  # fmt: skip
+TAKEN = {"q", "k", "v", "causal", "deterministic", "return_attn_probs"}
+
+
+def test_every_argument_reaches_the_problem():
+    parameters = set(inspect.signature(flash_attn_func).parameters)
+    assert parameters == set(REFUSED) | TAKEN
+    for name, (value, error) in REFUSED.items():
+        with pytest.raises(error, match=name):
+            flash_attn_func(*inputs(), **{name: value})
+
+
+def test_cuda_tensors_go_to_launch(monkeypatch):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from hopper_fa3 import problem
+
+    calls = []
+    monkeypatch.setattr(problem, "architecture", lambda device: "sm_90")
+    monkeypatch.setattr(problem, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(launch, "forward", lambda *args, **options: calls.append((args, options)) or ("out", "lse"))
+    with FakeTensorMode():
+        q, k, v = (torch.empty(2, 8, 4, 64, dtype=torch.bfloat16, device="cuda") for _ in range(3))
+        plan, out = Plan(128, 128), torch.empty_like(q)
+        assert flash_attn_func(q, k, v, causal=True, out=out, plan=plan, sm_margin=3) == "out"
+        assert flash_attn_func(q, k, v, return_attn_probs=True) == ("out", "lse")
+    (asked, *tensors), options = calls[0]
+    assert asked.right == 0 and all(a is b for a, b in zip(tensors, (q, k, v), strict=True))
+    assert options["out"] is out and options["plan"] is plan and options["sm_margin"] == 3
+    assert calls[1][1] == {"out": None, "plan": None, "sm_margin": 0}
+
+
+def test_the_cpu_path_imports_no_kernel_language():
+    code = (
+        "import sys, torch, hopper_fa3\n"
+        "q = torch.randn(1, 3, 2, 8)\n"
+        "hopper_fa3.flash_attn_func(q, q, q, causal=True)\n"
+        "found = [name for name in sys.modules if name.split('.')[0] in ('cutlass', 'tvm_ffi')]\n"
+        "assert not found, found\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
