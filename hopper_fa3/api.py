@@ -100,7 +100,7 @@ def merge_states(out_a, lse_a, out_b, lse_b):
 
     out_a, out_b: ``(batch, seqlen_q, heads, head_dim_v)`` of one floating-point dtype, or ``(total, heads,
     head_dim_v)``. lse_a, lse_b: natural log, ``(batch, heads, seqlen_q)`` or ``(heads, total)``; -inf marks a part
-    without keys, whose out is not read.
+    without weight: its out is not read beside another part, and where both are -inf the result is 0 (NaN if one is).
 
     Returns out in out_a's dtype and the LSE in float32 (float64 where an LSE is). Arithmetic in the LSE's dtype, with
     gradients. From ``exp(lse) = exp(lse_a) + exp(lse_b)``: the online softmax (Milakov and Gimelshein 2018) with a part

@@ -196,10 +196,9 @@ def merge(out_a, lse_a, out_b, lse_b):
     total = (weight_a + weight_b).masked_fill(empty, 1)
     out = 0
     for part, part_lse, weight in ((out_a, lse_a, weight_a), (out_b, lse_b, weight_b)):
-        # Where both are empty they add up: zeros stay 0, and the NaN of rows with only scores of -inf stays NaN.
-        share = (weight / total).masked_fill(empty, 1)
+        # Where both are empty the weights are 0: zeros stay 0, and the NaN of rows with only scores of -inf stays NaN.
         unused = (part_lse == -math.inf) & ~empty
-        out = out + part.to(dtype).masked_fill(_beside(unused), 0) * _beside(share)
+        out = out + part.to(dtype).masked_fill(_beside(unused), 0) * _beside(weight / total)
     return out.to(out_a.dtype), (shift + torch.log(total)).masked_fill(empty, -math.inf)
 
 
