@@ -21,7 +21,7 @@ _lock = threading.RLock()  # the DSL's tracer and the kernel's name are global s
 def compiled(static, plan, options=()):
     """The launchable kernel for ``(static, plan)``: traced at the first request, found in memory afterwards.
 
-    The callable takes ``(q, k, v, out, lse, scale_log2, right, section, ctas)`` positionally, torch tensors as they are, and
+    The callable takes ``(q, k, v, out, lse, counter, scale_log2, right, section, ctas)`` positionally, torch tensors as they are, and
     launches on torch's current stream of the tensors' device. ``options`` are further options of the DSL's compiler.
     """
     key = (static, plan, options)
@@ -74,5 +74,8 @@ def _arguments(static):
     lse = cute.runtime.make_fake_tensor(
         cutlass.Float32, (batch, heads, seqlen_q), (cute.sym_int64(), cute.sym_int64(), 1), assumed_align=4
     )
+    counter = (
+        cute.runtime.make_fake_compact_tensor(cutlass.Int32, (2,), assumed_align=4) if static.right_bound else None
+    )
     scalars = (cutlass.Float32(1.0), cutlass.Int32(0), cutlass.Int32(1), cutlass.Int32(1))
-    return q, k, v, out, lse, *scalars, cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+    return q, k, v, out, lse, counter, *scalars, cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)

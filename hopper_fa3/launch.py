@@ -13,10 +13,14 @@ SMALLEST_SCALE = 1.1754943508222875e-38
 TMA_ALIGNMENT = 16  # bytes: base address and strides of what TMA reads and writes
 
 
+_counters = {}  # (device index, stream) -> two int32
+
+
 class Recipe(NamedTuple):
     """All that a launch needs besides the tensors; the same for every call of equal shapes, strides, dtypes and options."""
 
     function: object  # None: there is no work
+    dynamic: bool  # the kernel takes its tiles from a counter
     scalars: tuple  # scale_log2, right, section, ctas
     out_shape: tuple
     lse_shape: tuple
@@ -32,18 +36,19 @@ def forward(problem, q, k, v, *, out=None, plan=None, sm_margin=0):
 
 def prepare(problem, q, k, v, *, out=None, plan=None, sm_margin=0):
     """The recipe for calls like this one; compiles the kernel where it is new."""
-    function, scalars = None, ()
+    function, dynamic, scalars = None, False, ()
     if problem.batch and problem.heads and problem.seqlen_q and problem.seqlen_k:
         from .compile import compiled  # imports the DSL (seconds): only where a kernel is launched
 
         static = problem.static
         plan = plan or planning.choose(static)
-        function = compiled(static, plan)
+        function, dynamic = compiled(static, plan), planning.forward_config(static, plan).dynamic
         ctas = min(planning.tiles(problem, plan), multiprocessors(problem.device) - sm_margin)
         right = 0 if problem.right is None else problem.right
         scalars = (scale_log2(problem.softmax_scale), right, planning.heads_per_section(problem), ctas)
     return Recipe(
         function,
+        dynamic,
         scalars,
         (problem.batch, problem.seqlen_q, problem.heads, problem.head_dim_v),
         (problem.batch, problem.heads, problem.seqlen_q),
@@ -61,14 +66,32 @@ def execute(recipe, q, k, v, out=None):
     if recipe.function is None:  # no query: nothing to write; no key: every row sees none
         out.zero_()
         lse.fill_(-math.inf)
-    elif recipe.fits == (True, True, True, True):
-        recipe.function(q, k, v, out, lse, *recipe.scalars)
+        return out, lse
+    counter = tile_counter(recipe.device) if recipe.dynamic else None
+    if recipe.fits == (True, True, True, True):
+        recipe.function(q, k, v, out, lse, counter, *recipe.scalars)
     else:
         target = writable(out)
-        recipe.function(readable(q), readable(k), readable(v), target, lse, *recipe.scalars)
+        recipe.function(readable(q), readable(k), readable(v), target, lse, counter, *recipe.scalars)
         if target.data_ptr() != out.data_ptr():
             out.copy_(target)
     return out, lse
+
+
+def tile_counter(device):
+    """The kernel's tile counter: zero between launches, because the last CTA of a launch resets it.
+
+    Launches on one stream follow each other and share one; launches on different streams must not. A captured graph gets its
+    own, zeroed inside the graph: it may be replayed on any stream.
+    """
+    stream = torch.cuda.current_stream(device)
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(2, dtype=torch.int32, device=device)
+    key = (device.index, stream.cuda_stream)
+    counter = _counters.get(key)
+    if counter is None:
+        counter = _counters[key] = torch.zeros(2, dtype=torch.int32, device=device)
+    return counter
 
 
 def scale_log2(softmax_scale):

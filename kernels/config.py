@@ -55,6 +55,11 @@ class ForwardConfig:
         return REGISTERS[self.consumer_warpgroups]
 
     @property
+    def dynamic(self):
+        """True where tiles are of unequal length, so that CTAs fetch them from a counter."""
+        return self.right_bound
+
+    @property
     def query_bytes(self):
         return self.tile_m * self.head_dim * ELEMENT_BYTES
 

@@ -24,8 +24,11 @@ from .products import (
     new_left_operand,
     rows_and_columns,
 )
-from .schedule import PersistentSchedule
+from .schedule import SLOTS, Schedule, TileQueue
 from .softmax import QUAD, ROWS, Softmax, rescale_rows
+
+
+VARIANT = "late"
 
 
 class Rows(NamedTuple):
@@ -44,13 +47,22 @@ class Consumer:
     config: ForwardConfig
     dtype: type
     band: Band
-    schedule: PersistentSchedule
+    schedule: Schedule
     turns: Turns
     softmax: Softmax
 
     @cute.jit
-    def run(self, tensors: tuple, shared: tuple, output: cute.Tensor, lse: cute.Tensor, pipes: tuple, run: RunTime):
-        """All tiles of this CTA; one warpgroup's 64 rows of each. ``output`` is this warpgroup's piece of shared memory for O."""
+    def run(
+        self,
+        tensors: tuple,
+        shared: tuple,
+        output: cute.Tensor,
+        lse: cute.Tensor,
+        pipes: tuple,
+        queue: TileQueue,
+        run: RunTime,
+    ):
+        """All tiles of this CTA; one warpgroup's 64 rows of each. ``output``: this warpgroup's shared memory for O."""
         config = self.config
         tiled_q, tiled_k, _, tiled_o = tensors
         q_pipe, k_pipe, v_pipe = pipes
@@ -64,30 +76,32 @@ class Consumer:
         consumer = pipeline.PipelineUserType.Consumer
         k_state = pipeline.make_pipeline_state(consumer, config.stages)
         v_state = pipeline.make_pipeline_state(consumer, config.stages)
+        queue_state = pipeline.make_pipeline_state(consumer, SLOTS)
+        q_state = pipeline.PipelineState(config.consumer_warpgroups, Int32(0), warpgroup, Int32(0))
         self.turns.open(warpgroup)
-        for round_index in cutlass.range(self.schedule.rounds(seqlen_q, heads, batch), unroll=1):
-            m_block, head, batch_index = self.schedule.tile(round_index, seqlen_q, heads, batch, run.section)
+        index, tiles = self.schedule.first(), self.schedule.count(seqlen_q, heads, batch)
+        while index < tiles:
+            m_block, head, batch_index = self.schedule.coordinates(index, seqlen_q, heads, batch, run.section)
             full, end = self.band.blocks(m_block * config.tile_m, config.tile_m, seqlen_q, seqlen_k, run.right)
             first_row = m_block * config.tile_m + warpgroup * WGMMA_M + thread // QUAD // 8 * 16 + thread // QUAD % 8
             rows = self.start_rows(products, first_row, seqlen_q, seqlen_k, run)
-            # Main loop; Q has one stage a warpgroup, which each tile fills once
-            q_state = pipeline.PipelineState(config.consumer_warpgroups, Int32(0), warpgroup, round_index % 2)
+            # Main loop
             q_pipe.consumer_wait(q_state)
             if end > 0:
                 k_state = self.first_block(products, k_pipe, k_state, rows, warpgroup, full, end, run)
-                for step in cutlass.range(end - cutlass.min(full, end - 1) - 1, unroll=1):
+                unmasked = cutlass.min(full, end - 1)
+                for block in cutlass.range(end - 2, unmasked - 1, -1, unroll=1):
                     k_state, v_state = self.block(
-                        products, pipes, k_state, v_state, rows, warpgroup, run, end - 2 - step, masked=True
+                        products, pipes, k_state, v_state, rows, warpgroup, run, block, masked=True
                     )
-                for step in cutlass.range(cutlass.min(full, end - 1), unroll=1):
+                for block in cutlass.range(unmasked - 1, -1, -1, unroll=1):
                     k_state, v_state = self.block(
-                        products, pipes, k_state, v_state, rows, warpgroup, run, step, masked=False
+                        products, pipes, k_state, v_state, rows, warpgroup, run, block, masked=False
                     )
-                if const_expr(config.separate_output):
-                    q_pipe.consumer_release(q_state)
-                v_state = self.last_output(products, v_pipe, v_state, rows)
-            elif const_expr(config.separate_output):
+            if const_expr(config.separate_output):
                 q_pipe.consumer_release(q_state)
+            if end > 0:
+                v_state = self.last_output(products, v_pipe, v_state, rows)
             # O and LSE leave
             inverse, row_lse = self.softmax.finish(rows.extreme, rows.sum, run.scale_log2)
             normalise(rows_and_columns(rows.acc_o), inverse, row_lse, rows.key_limits, self.band)
@@ -102,6 +116,9 @@ class Consumer:
                     cute.arch.cp_async_bulk_wait_group(0, read=True)
             if const_expr(not config.separate_output):
                 q_pipe.consumer_release(q_state)
+            # Q has one stage a warpgroup: the next tile finds the same stage in the other phase
+            q_state = pipeline.PipelineState(config.consumer_warpgroups, Int32(0), warpgroup, q_state.phase ^ 1)
+            index, queue_state = self.schedule.receive(queue, queue_state, index)
         self.turns.close(warpgroup)
         if is_store_warp:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
@@ -145,7 +162,10 @@ class Consumer:
         k_state.advance()
         if full < end:
             self.mask(scores, rows, end - 1)
-        rescale = self.softmax.step(rows_and_columns(scores), rows.extreme, rows.sum, run.scale_log2)
+        view = rows_and_columns(scores)
+        rescale, shift = self.softmax.update(view, rows.extreme, run.scale_log2)
+        for row in cutlass.range_constexpr(ROWS):
+            self.softmax.exponentiate(view, row, rows.sum, rescale, shift, run.scale_log2)
         rows.rescale.store(rescale.load())
         rows.probabilities.store(as_left_operand(scores).load().to(self.dtype))
         return k_state
@@ -183,11 +203,20 @@ class Consumer:
         k_pipe.consumer_release(k_state)
         if const_expr(masked):
             self.mask(scores, rows, block)
-        rescale = self.softmax.step(rows_and_columns(scores), rows.extreme, rows.sum, run.scale_log2)
-        if const_expr(config.overlap):
+        view = rows_and_columns(scores)
+        rescale, shift = self.softmax.update(view, rows.extreme, run.scale_log2)
+        for row in cutlass.range_constexpr(ROWS):
+            if const_expr(VARIANT == "mid" and row == 1 and config.overlap):
+                v_pipe.consumer_wait(v_state)
+                wgmma.wait_group(0)
+                v_pipe.consumer_release(v_state)
+            self.softmax.exponentiate(view, row, rows.sum, rescale, shift, run.scale_log2)
+        if const_expr(VARIANT == "late" and config.overlap):
             v_pipe.consumer_wait(v_state)
+        if const_expr(VARIANT != "mid" and config.overlap):
             wgmma.wait_group(0)
-        v_pipe.consumer_release(v_state)
+        if const_expr(VARIANT != "mid" or not config.overlap):
+            v_pipe.consumer_release(v_state)
         rows.probabilities.store(as_left_operand(scores).load().to(self.dtype))
         if const_expr(config.early_rescale):
             rows.rescale.store(rescale.load())

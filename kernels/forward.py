@@ -9,7 +9,7 @@ from functools import partial
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, pipeline
+from cutlass import Float32, Int32, const_expr, pipeline
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
@@ -19,7 +19,7 @@ from .blocks import Band
 from .config import SHARED_ALIGNMENT, WARPGROUP_THREADS, WGMMA_M, ForwardConfig
 from .consume import Consumer
 from .load import load_tile, tile_source
-from .schedule import PersistentSchedule
+from .schedule import SLOTS, Schedule, TileQueue
 from .smem import forward_layouts, forward_storage
 from .softmax import Softmax
 
@@ -40,7 +40,7 @@ class ForwardKernel:
         self.config = config
         self.dtype = DTYPES[config.dtype]
         self.band = Band(config.tile_n, config.right_bound)
-        self.schedule = PersistentSchedule(config.tile_m, longest_first=config.right_bound)
+        self.schedule = Schedule(config.tile_m, dynamic=config.dynamic)
         self.turns = Turns(config.consumer_warpgroups, config.pingpong)
 
     @cute.jit
@@ -51,6 +51,7 @@ class ForwardKernel:
         v: cute.Tensor,
         out: cute.Tensor,
         lse: cute.Tensor,
+        counter: cute.Tensor,
         scale_log2: Float32,
         right: Int32,
         section: Int32,
@@ -76,12 +77,12 @@ class ForwardKernel:
         )
         # Launch: persistent, one CTA an SM; without min_blocks_per_mp setmaxnreg would vanish
         tensors = (tiled_q, tiled_k, tiled_v, tiled_o)
-        self.kernel(tensors, lse, RunTime(scale_log2, right, section)).launch(
+        self.kernel(tensors, lse, counter, RunTime(scale_log2, right, section)).launch(
             grid=(ctas, 1, 1), block=(config.threads, 1, 1), stream=stream, min_blocks_per_mp=1
         )
 
     @cute.kernel
-    def kernel(self, tensors: tuple, lse: cute.Tensor, run: RunTime):
+    def kernel(self, tensors: tuple, lse: cute.Tensor, counter: cute.Tensor, run: RunTime):
         config = self.config
         tiled_q, tiled_k, tiled_v, tiled_o = tensors
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -94,7 +95,7 @@ class ForwardKernel:
         s_q = storage.q.get_tensor(q_layout.outer, swizzle=q_layout.inner)
         s_k = storage.k.get_tensor(k_layout.outer, swizzle=k_layout.inner)
         s_v = storage.v.get_tensor(v_layout.outer, swizzle=v_layout.inner)
-        pipes = self.pipelines(storage)
+        pipes, queue = self.pipelines(storage), self.tile_queue(storage, counter)
         pipeline.pipeline_init_arrive(is_relaxed=True)
         pipeline.pipeline_init_wait()
         # Roles
@@ -102,13 +103,13 @@ class ForwardKernel:
         if warp < WARPS_PER_WARPGROUP:
             cute.arch.setmaxregister_decrease(producer_registers)
             if warp == 0:
-                self.produce((tiled_q, tiled_k, tiled_v), (s_q, s_k, s_v), pipes, run)
+                self.produce((tiled_q, tiled_k, tiled_v), (s_q, s_k, s_v), pipes, queue, run)
         else:
             cute.arch.setmaxregister_increase(consumer_registers)
             output = self.output_piece(storage, o_layout, warp // WARPS_PER_WARPGROUP - 1)
             softmax = Softmax(config.negative_scale)
             consumer = Consumer(config, self.dtype, self.band, self.schedule, self.turns, softmax)
-            consumer.run(tensors, (s_q, s_k, s_v), output, lse, pipes, run)
+            consumer.run(tensors, (s_q, s_k, s_v), output, lse, pipes, queue, run)
 
     @cute.jit
     def output_piece(self, storage, layout, warpgroup: Int32):
@@ -145,7 +146,22 @@ class ForwardKernel:
         )
 
     @cute.jit
-    def produce(self, tensors: tuple, shared: tuple, pipes: tuple, run: RunTime):
+    def tile_queue(self, storage, counter: cute.Tensor) -> TileQueue:
+        """Slots and barriers through which the producer warp hands tile indices to every consumer warp."""
+        if const_expr(not self.config.dynamic):
+            return TileQueue(None, None, None)
+        group = partial(pipeline.CooperativeGroup, pipeline.Agent.Thread)
+        pipe = pipeline.PipelineAsync.create(
+            barrier_storage=storage.queue_barriers.data_ptr(),
+            num_stages=SLOTS,
+            producer_group=group(1),
+            consumer_group=group(WARPS_PER_WARPGROUP * self.config.consumer_warpgroups),
+            defer_sync=True,
+        )
+        return TileQueue(counter, storage.queue_slots.get_tensor(cute.make_layout(SLOTS)), pipe)
+
+    @cute.jit
+    def produce(self, tensors: tuple, shared: tuple, pipes: tuple, queue: TileQueue, run: RunTime):
         """Load, for each tile of this CTA: K of the last block, Q, then K one block ahead of V, from the last block to the first."""
         config = self.config
         tiled_q, tiled_k, tiled_v = tensors
@@ -158,8 +174,11 @@ class ForwardKernel:
         q_state = pipeline.make_pipeline_state(producer, config.consumer_warpgroups)
         k_state = pipeline.make_pipeline_state(producer, config.stages)
         v_state = pipeline.make_pipeline_state(producer, config.stages)
-        for round_index in cutlass.range(self.schedule.rounds(seqlen_q, heads, batch), unroll=1):
-            m_block, head, batch_index = self.schedule.tile(round_index, seqlen_q, heads, batch, run.section)
+        queue_state = pipeline.make_pipeline_state(producer, SLOTS)
+        index, tiles = self.schedule.first(), self.schedule.count(seqlen_q, heads, batch)
+        while index < tiles:
+            m_block, head, batch_index = self.schedule.coordinates(index, seqlen_q, heads, batch, run.section)
+            index, queue_state = self.schedule.fetch(queue, queue_state, index)
             _, end = self.band.blocks(m_block * config.tile_m, config.tile_m, seqlen_q, seqlen_k, run.right)
             head_k = head // group
             q_source = tile_source(tiled_q, s_q, (WGMMA_M, config.head_dim), head, batch_index)
@@ -175,3 +194,4 @@ class ForwardKernel:
                     k_state = load_tile(k_source, k_pipe, k_state, end - 2 - step)
                     v_state = load_tile(v_source, v_pipe, v_state, end - 1 - step)
                 v_state = load_tile(v_source, v_pipe, v_state, Int32(0))
+        self.schedule.finish(queue)

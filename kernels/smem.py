@@ -5,6 +5,7 @@ import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
 from cutlass.tensor_utils import LayoutEnum
 
+from .schedule import SLOTS
 from .config import SHARED_ALIGNMENT, WGMMA_M, ForwardConfig
 
 ROW_MAJOR = LayoutEnum.ROW_MAJOR
@@ -33,6 +34,8 @@ def forward_storage(config: ForwardConfig, dtype):
         q_barriers: cute.struct.MemRange[cutlass.Int64, 2 * config.consumer_warpgroups]
         k_barriers: cute.struct.MemRange[cutlass.Int64, 2 * config.stages]
         v_barriers: cute.struct.MemRange[cutlass.Int64, 2 * config.stages]
+        queue_barriers: cute.struct.MemRange[cutlass.Int64, 2 * SLOTS]
+        queue_slots: cute.struct.MemRange[cutlass.Int32, SLOTS]
         # Without a buffer of its own, O reuses its warpgroup's piece of q after the tile's last Q Kᵀ, until the store has read it.
         q: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(q_layout)], SHARED_ALIGNMENT]
         k: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(k_layout)], SHARED_ALIGNMENT]

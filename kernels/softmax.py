@@ -49,32 +49,43 @@ class Softmax:
         return cute.arch.fmin(a, b) if const_expr(self.negative_scale) else cute.arch.fmax(a, b)
 
     @cute.jit
-    def step(
-        self, scores: cute.Tensor, row_extreme: cute.Tensor, row_sum: cute.Tensor, scale_log2: Float32
-    ) -> cute.Tensor:
-        """Turn one block's scores (2 rows, columns) into probabilities in place; return each row's factor for what came before."""
+    def update(self, scores: cute.Tensor, row_extreme: cute.Tensor, scale_log2: Float32):
+        """Fold one block's scores (2 rows, columns) into the row extremes; ``(rescale, shift)``: each row's factor for what came
+        before, and the exponent that :meth:`exponentiate` subtracts."""
         rescale = cute.make_rmem_tensor(ROWS, Float32)
-        columns = cute.size(scores, mode=[1])
+        shift = cute.make_rmem_tensor(ROWS, Float32)
         for row in cutlass.range_constexpr(ROWS):
             before = row_extreme[row]
             partial = [scores[row, chain] for chain in range(CHAINS)]
-            for column in cutlass.range_constexpr(CHAINS, columns):
+            for column in cutlass.range_constexpr(CHAINS, cute.size(scores, mode=[1])):
                 partial[column % CHAINS] = self.extreme(partial[column % CHAINS], scores[row, column])
             block = self.extreme(self.extreme(partial[0], partial[1]), self.extreme(partial[2], partial[3]))
             block = cute.arch.warp_reduction(block, self.extreme, threads_in_group=QUAD)
             now = self.extreme(before, block)
             row_extreme[row] = now
             rescale[row] = cute.math.exp2((before - now) * scale_log2, fastmath=True)
-            shift = now * scale_log2
-            for column in cutlass.range_constexpr(columns):
-                scores[row, column] = cute.math.exp2(scores[row, column] * scale_log2 - shift, fastmath=True)
-            partial = [scores[row, chain] for chain in range(CHAINS)]
-            for column in cutlass.range_constexpr(CHAINS, columns):
-                partial[column % CHAINS] = partial[column % CHAINS] + scores[row, column]
-            # Each thread sums its own columns; the quad meets once, in finish().
-            total = (partial[0] + partial[1]) + (partial[2] + partial[3])
-            row_sum[row] = row_sum[row] * rescale[row] + total
-        return rescale
+            shift[row] = now * scale_log2
+        return rescale, shift
+
+    @cute.jit
+    def exponentiate(
+        self,
+        scores: cute.Tensor,
+        row: cutlass.Constexpr[int],
+        row_sum: cute.Tensor,
+        rescale: cute.Tensor,
+        shift: cute.Tensor,
+        scale_log2: Float32,
+    ):
+        """Turn one row's scores into probabilities in place and bring its sum up to date."""
+        columns = cute.size(scores, mode=[1])
+        for column in cutlass.range_constexpr(columns):
+            scores[row, column] = cute.math.exp2(scores[row, column] * scale_log2 - shift[row], fastmath=True)
+        partial = [scores[row, chain] for chain in range(CHAINS)]
+        for column in cutlass.range_constexpr(CHAINS, columns):
+            partial[column % CHAINS] = partial[column % CHAINS] + scores[row, column]
+        # Each thread sums its own columns; the quad meets once, in finish().
+        row_sum[row] = row_sum[row] * rescale[row] + ((partial[0] + partial[1]) + (partial[2] + partial[3]))
 
     @cute.jit
     def finish(self, row_extreme: cute.Tensor, row_sum: cute.Tensor, scale_log2: Float32):
