@@ -1,4 +1,4 @@
-"""Attention cases: a case makes its inputs, its name, its FLOPs and its bytes. Tests and benchmarks import the same ones."""
+"""Attention cases: a case makes its inputs, name, FLOPs and bytes. Tests and benchmarks import the same ones."""
 
 from dataclasses import dataclass, replace
 
@@ -82,6 +82,12 @@ class Case:
         query_rows, key_rows = self.batch * self.seqlen_q * self.heads, self.batch * self.seqlen_k * self.heads_k
         elements = (query_rows + key_rows) * (self.head_dim + self.head_dim_v)
         return elements * getattr(torch, self.dtype).itemsize + 4 * query_rows
+
+
+def drawn_on(device, *shape, dtype=torch.bfloat16):
+    """Normal entries drawn on the device itself: for tensors too large to draw on the CPU."""
+    generator = torch.Generator(device).manual_seed(0)
+    return torch.randn(shape, device=device, dtype=dtype, generator=generator)
 
 
 SMALL = Case(batch=2, seqlen_q=113, seqlen_k=255, heads=2, heads_k=1, head_dim=128, head_dim_v=128)

@@ -1,8 +1,8 @@
 """The one error bound: runs attention into NaN-filled memory, then the references, then compares.
 
 Values: in the maximum norm of each (batch, head),
-    |ours - float32 oracle| <= 2 * |same-dtype PyTorch - float32 oracle| + |oracle rounded to the output dtype - oracle|.
-So no tolerance is set by hand: the error of plain PyTorch in the same dtype is the yardstick.
+    |ours - oracle| <= 2 * |same-dtype PyTorch - oracle| + |oracle rounded to the output dtype - oracle|,
+where the oracle computes in float32. So no tolerance is set by hand: the error of plain PyTorch in the same dtype is the yardstick.
 """
 
 import math
@@ -15,7 +15,7 @@ from hopper_fa3.reference import standard
 
 
 def run(q, k, v, *, attention=flash_attn_func, out=None, **options):
-    """(out, lse) of `attention`, with out filled with NaN before, and the LSE's memory too where the allocator reuses it.
+    """(out, lse) of `attention`; out is filled with NaN before, and so is the memory that the LSE is likely to get.
 
     To be called before any reference: a reference leaves right answers in freed memory, where an output that the kernel
     never writes would find them.
@@ -26,7 +26,7 @@ def run(q, k, v, *, attention=flash_attn_func, out=None, **options):
     out.fill_(math.nan)
     torch.full((batch, heads, seqlen_q), math.nan, device=q.device)
     got, lse = attention(q, k, v, out=out, return_attn_probs=True, **options)
-    assert (got.data_ptr(), got.stride()) == (out.data_ptr(), out.stride()), "the result is not the tensor given as out="
+    assert (got.data_ptr(), got.stride()) == (out.data_ptr(), out.stride()), "not the tensor given as out="
     return got, lse
 
 
@@ -65,7 +65,7 @@ def compare(out, lse, q, k, v, *, softmax_scale=None, causal=False, window_size=
 
 
 def lse_bound(q, k, lse, scale):
-    """Absolute bound on |ours - oracle| of the LSE per (batch, head); both are sums in float32, unit roundoff u = 2^-24.
+    """Absolute bound on |ours - oracle| of the LSE per (batch, head); both sum in float32, unit roundoff u = 2^-24.
 
     LSE = m + log(sum_j exp(s_j - m)) moves by at most max_j |error of s_j|, plus the relative error of the sum, plus
     the rounding of the result itself. Products of two 16-bit floats are exact in float32, so

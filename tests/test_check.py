@@ -18,7 +18,7 @@ TESTS = Path(__file__).parent
 
 
 def honest(q, k, v, *, out, return_attn_probs, softmax_scale=None, causal=False, window_size=(-1, -1)):
-    """Same-dtype blockwise attention: P in q's dtype and not normalised, everything else float32, as a kernel does it."""
+    """Same-dtype blockwise attention as a kernel does it: P in q's dtype and not normalised, all else float32."""
     assert return_attn_probs
     (_, right), group, shift = bounds(causal, window_size), q.shape[2] // k.shape[2], k.shape[1] - q.shape[1]
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
@@ -51,8 +51,8 @@ def run_honest(case):
 
 
 ACCEPTED = [
-    replace(SMALL, seqlen_q=q, seqlen_k=k, head_dim=d, head_dim_v=d, heads=4, heads_k=2, dtype=dtype, causal=causal, seed=seed)
-    for dtype in ("bfloat16", "float16") for causal in (False, True) for seed in (0, 1)
+    replace(SMALL, seqlen_q=q, seqlen_k=k, head_dim=d, head_dim_v=d, heads=4, heads_k=2, dtype=dtype, causal=causal)
+    for dtype in ("bfloat16", "float16") for causal in (False, True)
     for q, k, d in ((113, 255, 64), (255, 113, 64), (1, 63, 8), (63, 1, 24), (1, 1, 8), (0, 5, 8), (5, 0, 8))
 ] + [
     replace(SMALL, window_size=(-1, 5)),
@@ -60,7 +60,7 @@ ACCEPTED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", ACCEPTED, ids=lambda case: f"{case.name}-seed{case.seed}")
+@pytest.mark.parametrize("case", ACCEPTED, ids=lambda case: case.name)
 def test_an_honest_kernel_passes(case):
     check(*case.inputs(), attention=honest, **case.options)
 
