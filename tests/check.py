@@ -2,7 +2,8 @@
 
 Values: in the maximum norm of each (batch, head),
     |ours - oracle| <= 2 * |same-dtype PyTorch - oracle| + |oracle rounded to the output dtype - oracle|,
-where the oracle computes in float32. So no tolerance is set by hand: the error of plain PyTorch in the same dtype is the yardstick.
+where the oracle computes in float32. So no tolerance is set by hand: plain PyTorch's error in the same dtype is the
+yardstick.
 """
 
 import math

@@ -14,7 +14,8 @@ from check import compare, run
 CASES = [
     Case(1, 150, 201, 2, 1, head_dim, head_dim_v, causal=causal, dtype=dtype)
     for head_dim, head_dim_v, dtype in (
-        (56, 56, "bfloat16"), (96, 96, "float16"), (128, 128, "bfloat16"), (136, 136, "bfloat16"), (256, 256, "bfloat16"),
+        (56, 56, "bfloat16"), (96, 96, "float16"), (128, 128, "bfloat16"),
+        (136, 136, "bfloat16"), (256, 256, "bfloat16"),
     )
     for causal in (False, True)
 ]  # fmt: skip
@@ -24,6 +25,7 @@ class Longer:
     """A view of a tensor's memory that claims more bytes than were allocated."""
 
     def __init__(self, tensor, extra):
+        self.tensor = tensor
         self.__cuda_array_interface__ = {
             "shape": (tensor.numel() + extra,),
             "typestr": "<f4",

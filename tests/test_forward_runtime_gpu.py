@@ -86,7 +86,7 @@ def test_a_cuda_graph_replays_with_changed_inputs(causal, device):
 
 
 def test_a_cuda_graph_of_several_calls(device):
-    """Two layers, the second fed by the first, and a given output: what one call leaves behind must not reach the next."""
+    """Two layers, the second fed by the first, into a given output: nothing that a call leaves behind may count."""
     q, k, v = replace(CASE, heads=2).inputs(device)
     out = torch.empty_like(q)
     middle, _ = check(q, k, v, causal=True)

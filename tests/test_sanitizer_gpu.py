@@ -27,10 +27,11 @@ def sanitizer_runs(tmp_path_factory):
         pytest.skip("compute-sanitizer is not on PATH")
     target = str(Path(__file__).with_name("sanitizer_target.py"))
     # Without torch's caching allocator every tensor is an allocation of its own, whose ends memcheck knows.
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     logs, processes = tmp_path_factory.mktemp("sanitizer"), {}
     for name, arguments in RUNS.items():
-        options = ["--tool", "memcheck" if name == "planted" else name, "--error-exitcode", str(FOUND), "--print-limit", "5"]
+        checker = "memcheck" if name == "planted" else name
+        options = ["--tool", checker, "--error-exitcode", str(FOUND), "--print-limit", "5"]
         command = [tool, *options, sys.executable, target, *arguments]
         with open(logs / name, "w") as log:
             processes[name] = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
