@@ -165,7 +165,7 @@ ELSE_IF = nested(*FOUR[:3]) + "            else:\n                if e:\n       
         ("kernels/a.py", "if const_expr(a): pass\n" * 15, "if cutlass.const_expr(a): pass\n" * 16, "16 const_expr"),
         ("kernels/a.py", "import cutlass\nfrom . import mask", "import torch", "imports torch"),
         ("kernels/a.py", "from cuda.bindings import driver", "import numpy", "imports numpy"),
-        ("kernels/a.py", "from .config import x", "def f():\n    from torch.nn import Module", "imports torch.nn.Module"),
+        ("kernels/a.py", "from .config import x", "def f():\n    from torch.nn import Module", "torch.nn.Module"),
         ("kernels/a.py", "import math", "from hopper_fa3 import plan", "imports hopper_fa3.plan"),
         ("kernels/a.py", "from .mask import x", "from ..problem import Problem", "imports ..problem.Problem"),
         ("kernels/config.py", "import enum", "import cutlass.cute as cute", "into arithmetic"),
