@@ -82,7 +82,7 @@ class Consumer:
         index, tiles = self.schedule.first(), self.schedule.count(seqlen_q, heads, batch)
         while index < tiles:
             m_block, head, batch_index = self.schedule.coordinates(index, seqlen_q, heads, batch, run.section)
-            full, end = self.band.blocks(m_block * config.tile_m, config.tile_m, seqlen_q, seqlen_k, run.right)
+            full, end, _ = self.band.blocks(m_block * config.tile_m, config.tile_m, seqlen_q, seqlen_k, run.right)
             first_row = m_block * config.tile_m + warpgroup * WGMMA_M + thread // QUAD // 8 * 16 + thread // QUAD % 8
             rows = self.start_rows(products, first_row, seqlen_q, seqlen_k, run)
             # Main loop
@@ -206,16 +206,15 @@ class Consumer:
         view = rows_and_columns(scores)
         rescale, shift = self.softmax.update(view, rows.extreme, run.scale_log2)
         for row in cutlass.range_constexpr(ROWS):
-            if const_expr(VARIANT == "mid" and row == 1 and config.overlap):
-                v_pipe.consumer_wait(v_state)
+            if const_expr(VARIANT == "early" and row == 0 and config.overlap):
                 wgmma.wait_group(0)
                 v_pipe.consumer_release(v_state)
             self.softmax.exponentiate(view, row, rows.sum, rescale, shift, run.scale_log2)
         if const_expr(VARIANT == "late" and config.overlap):
             v_pipe.consumer_wait(v_state)
-        if const_expr(VARIANT != "mid" and config.overlap):
+        if const_expr(VARIANT != "early" and config.overlap):
             wgmma.wait_group(0)
-        if const_expr(VARIANT != "mid" or not config.overlap):
+        if const_expr(VARIANT != "early" or not config.overlap):
             v_pipe.consumer_release(v_state)
         rows.probabilities.store(as_left_operand(scores).load().to(self.dtype))
         if const_expr(config.early_rescale):

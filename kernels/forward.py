@@ -18,7 +18,8 @@ from .barriers import Turns
 from .blocks import Band
 from .config import SHARED_ALIGNMENT, WARPGROUP_THREADS, WGMMA_M, ForwardConfig
 from .consume import Consumer
-from .load import load_tile, tile_source
+from .kv_source import DenseValues
+from .load import Producer
 from .schedule import SLOTS, Schedule, TileQueue
 from .smem import forward_layouts, forward_storage
 from .softmax import Softmax
@@ -41,6 +42,7 @@ class ForwardKernel:
         self.dtype = DTYPES[config.dtype]
         self.band = Band(config.tile_n, config.right_bound)
         self.schedule = Schedule(config.tile_m, dynamic=config.dynamic)
+        self.values = DenseValues(config.tile_n, config.head_dim_v, cut=config.right_bound)
         self.turns = Turns(config.consumer_warpgroups, config.pingpong)
 
     @cute.jit
@@ -70,7 +72,9 @@ class ForwardKernel:
             *atom(load_op, heads_last(k), cute.slice_(k_layout, one), (config.tile_n, config.head_dim))
         )
         tiled_v = TiledTensor(
-            *atom(load_op, heads_last(v), cute.slice_(v_layout, one), (config.tile_n, config.head_dim_v))
+            *atom(
+                load_op, self.values.view(heads_last(v)), cute.slice_(v_layout, one), (config.tile_n, config.head_dim_v)
+            )
         )
         tiled_o = TiledTensor(
             *atom(store_op, heads_last(out), cute.slice_(o_layout, one), (WGMMA_M, config.head_dim_v))
@@ -84,7 +88,6 @@ class ForwardKernel:
     @cute.kernel
     def kernel(self, tensors: tuple, lse: cute.Tensor, counter: cute.Tensor, run: RunTime):
         config = self.config
-        tiled_q, tiled_k, tiled_v, tiled_o = tensors
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         # Descriptors, shared memory, barriers
         if warp == 0:
@@ -103,7 +106,8 @@ class ForwardKernel:
         if warp < WARPS_PER_WARPGROUP:
             cute.arch.setmaxregister_decrease(producer_registers)
             if warp == 0:
-                self.produce((tiled_q, tiled_k, tiled_v), (s_q, s_k, s_v), pipes, queue, run)
+                producer = Producer(config, self.band, self.values, self.schedule)
+                producer.run(tensors, (s_q, s_k, s_v), pipes, queue, run)
         else:
             cute.arch.setmaxregister_increase(consumer_registers)
             output = self.output_piece(storage, o_layout, warp // WARPS_PER_WARPGROUP - 1)
@@ -159,39 +163,3 @@ class ForwardKernel:
             defer_sync=True,
         )
         return TileQueue(counter, storage.queue_slots.get_tensor(cute.make_layout(SLOTS)), pipe)
-
-    @cute.jit
-    def produce(self, tensors: tuple, shared: tuple, pipes: tuple, queue: TileQueue, run: RunTime):
-        """Load, for each tile of this CTA: K of the last block, Q, then K one block ahead of V, from the last block to the first."""
-        config = self.config
-        tiled_q, tiled_k, tiled_v = tensors
-        s_q, s_k, s_v = shared
-        q_pipe, k_pipe, v_pipe = pipes
-        seqlen_q, _, heads, batch = tiled_q.tensor.shape
-        seqlen_k, _, heads_k, _ = tiled_k.tensor.shape
-        group = heads // heads_k
-        producer = pipeline.PipelineUserType.Producer
-        q_state = pipeline.make_pipeline_state(producer, config.consumer_warpgroups)
-        k_state = pipeline.make_pipeline_state(producer, config.stages)
-        v_state = pipeline.make_pipeline_state(producer, config.stages)
-        queue_state = pipeline.make_pipeline_state(producer, SLOTS)
-        index, tiles = self.schedule.first(), self.schedule.count(seqlen_q, heads, batch)
-        while index < tiles:
-            m_block, head, batch_index = self.schedule.coordinates(index, seqlen_q, heads, batch, run.section)
-            index, queue_state = self.schedule.fetch(queue, queue_state, index)
-            _, end = self.band.blocks(m_block * config.tile_m, config.tile_m, seqlen_q, seqlen_k, run.right)
-            head_k = head // group
-            q_source = tile_source(tiled_q, s_q, (WGMMA_M, config.head_dim), head, batch_index)
-            k_source = tile_source(tiled_k, s_k, (config.tile_n, config.head_dim), head_k, batch_index)
-            v_source = tile_source(tiled_v, s_v, (config.tile_n, config.head_dim_v), head_k, batch_index)
-            if end > 0:
-                k_state = load_tile(k_source, k_pipe, k_state, end - 1)
-            # Also for a tile that sees no key: the turn of Q's buffer, which O may share, stays the same for all
-            for piece in cutlass.range_constexpr(config.consumer_warpgroups):
-                q_state = load_tile(q_source, q_pipe, q_state, m_block * config.consumer_warpgroups + piece)
-            if end > 0:
-                for step in cutlass.range(end - 1, unroll=1):
-                    k_state = load_tile(k_source, k_pipe, k_state, end - 2 - step)
-                    v_state = load_tile(v_source, v_pipe, v_state, end - 1 - step)
-                v_state = load_tile(v_source, v_pipe, v_state, Int32(0))
-        self.schedule.finish(queue)
