@@ -17,7 +17,9 @@ _counters = {}  # (device index, stream) -> two int32
 
 
 class Recipe(NamedTuple):
-    """All that a launch needs besides the tensors; the same for every call of equal shapes, strides, dtypes and options."""
+    """All that a launch needs besides the tensors; the same for every call of equal shapes, strides, dtypes and
+    options.
+    """
 
     function: object  # None: there is no work
     dynamic: bool  # the kernel takes its tiles from a counter
@@ -81,8 +83,8 @@ def execute(recipe, q, k, v, out=None):
 def tile_counter(device):
     """The kernel's tile counter: zero between launches, because the last CTA of a launch resets it.
 
-    Launches on one stream follow each other and share one; launches on different streams must not. A captured graph gets its
-    own, zeroed inside the graph: it may be replayed on any stream.
+    Launches on one stream follow each other and share one; launches on different streams must not. A captured graph
+    gets its own, zeroed inside the graph: it may be replayed on any stream.
     """
     stream = torch.cuda.current_stream(device)
     if torch.cuda.is_current_stream_capturing():

@@ -60,7 +60,9 @@ class ForwardKernel:
         ctas: Int32,
         stream: cuda.CUstream,
     ):
-        """q, k, v, out: (batch, length, heads, head_dim) in 16 bit, last stride 1; lse: (batch, heads, seqlen_q) float32."""
+        """q, k, v, out: (batch, length, heads, head_dim) in 16 bit, last stride 1; lse: (batch, heads, seqlen_q)
+        float32.
+        """
         config, dtype = self.config, self.dtype
         # TMA atoms
         q_layout, k_layout, v_layout, o_layout = forward_layouts(config, dtype)

@@ -14,10 +14,11 @@ from .args import TiledTensor
 class DenseValues:
     """Tiles of V.
 
-    A masked key has P = 0, but 0 · NaN is NaN: the V rows of keys that no row of the Q tile sees must be 0 in shared memory. TMA writes
-    0 only past the end of a dimension. Where the tile's keys can end before the tensor does (``cut``), V is therefore viewed with
-    its length twice: as ``r`` of extent tile_n and as ``c``, both with the row stride, so that (r, c) is key ``r + c - tile_n``. A box that
-    starts at ``r = tile_n - valid`` and ``c = first key + valid`` holds ``valid`` rows of V, then zeros.
+    A masked key has P = 0, but 0 · NaN is NaN: the V rows of keys that no row of the Q tile sees must be 0 in shared
+    memory. TMA writes 0 only past the end of a dimension. Where the tile's keys can end before the tensor does
+    (``cut``), V is therefore viewed with its length twice: as ``r`` of extent tile_n and as ``c``, both with the row
+    stride, so that (r, c) is key ``r + c - tile_n``. A box that starts at ``r = tile_n - valid`` and ``c = first key
+    + valid`` holds ``valid`` rows of V, then zeros.
     """
 
     tile_n: int

@@ -16,7 +16,9 @@ from .schedule import SLOTS, Schedule, TileQueue
 
 @cute.jit
 def head_tiles(tiled: TiledTensor, shared: cute.Tensor, box: cutlass.Constexpr, head: Int32, batch: Int32):
-    """``(tiles, stages)`` of one head: a global tensor (length, head_dim, heads, batch) cut into boxes, and their stages."""
+    """``(tiles, stages)`` of one head: a global tensor (length, head_dim, heads, batch) cut into boxes, and their
+    stages.
+    """
     tiles = cute.local_tile(tiled.tensor[None, None, head, batch], box, (None, 0))
     stages, tiles = cpasync.tma_partition(
         tiled.atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(tiles, 0, 2)
@@ -43,7 +45,9 @@ class Producer:
 
     @cute.jit
     def run(self, tensors: tuple, shared: tuple, pipes: tuple, queue: TileQueue, run: RunTime):
-        """All tiles of this CTA: K of the last block, Q, then K one block ahead of V, from the last block to the first."""
+        """All tiles of this CTA: K of the last block, Q, then K one block ahead of V, from the last block to the
+        first.
+        """
         config = self.config
         tiled_q, tiled_k, tiled_v, _ = tensors
         s_q, s_k, s_v = shared

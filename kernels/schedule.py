@@ -24,8 +24,9 @@ class TileQueue(NamedTuple):
 class Schedule:
     """Persistent CTAs, one an SM.
 
-    Heads come in sections whose K and V fit in L2 together. Tiles of equal length are dealt in turn. Where a right bound makes
-    them unequal (``dynamic``), each section's longest come first and a CTA fetches its next tile from a global counter.
+    Heads come in sections whose K and V fit in L2 together. Tiles of equal length are dealt in turn. Where a right
+    bound makes them unequal (``dynamic``), each section's longest come first and a CTA fetches its next tile from a
+    global counter.
     """
 
     tile_m: int

@@ -1,8 +1,8 @@
 """Online softmax in base 2, on one thread's rows of a score tile.
 
-Milakov and Gimelshein 2018, "Online normalizer calculation for softmax"; FlashAttention-2 (Dao 2023), section 3.1: O stays unscaled
-until the last block. The softmax scale is folded into the exponent: ``p = exp2(s * scale_log2 - extreme * scale_log2)`` is one FFMA and one
-MUFU an element.
+Milakov and Gimelshein 2018, "Online normalizer calculation for softmax"; FlashAttention-2 (Dao 2023), section 3.1: O
+stays unscaled until the last block. The softmax scale is folded into the exponent: ``p = exp2(s * scale_log2 -
+extreme * scale_log2)`` is one FFMA and one MUFU an element.
 """
 
 import math
@@ -33,8 +33,8 @@ class Softmax:
     def start(self, scale_log2: Float32):
         """New ``(row_extreme, row_sum)``.
 
-        The extreme starts at a finite bound instead of infinity: then a fully masked block yields exp2(-inf) = 0 with no
-        guard in the loop. Dividing by the scale keeps ``extreme * scale_log2`` finite.
+        The extreme starts at a finite bound instead of infinity: then a fully masked block yields exp2(-inf) = 0 with
+        no guard in the loop. Dividing by the scale keeps ``extreme * scale_log2`` finite.
         """
         row_extreme = cute.make_rmem_tensor(ROWS, Float32)
         row_sum = cute.make_rmem_tensor(ROWS, Float32)
@@ -50,8 +50,9 @@ class Softmax:
 
     @cute.jit
     def update(self, scores: cute.Tensor, row_extreme: cute.Tensor, scale_log2: Float32):
-        """Fold one block's scores (2 rows, columns) into the row extremes; ``(rescale, shift)``: each row's factor for what came
-        before, and the exponent that :meth:`exponentiate` subtracts."""
+        """Fold one block's scores (2 rows, columns) into the row extremes; ``(rescale, shift)``: each row's factor
+        for what came before, and the exponent that :meth:`exponentiate` subtracts.
+        """
         rescale = cute.make_rmem_tensor(ROWS, Float32)
         shift = cute.make_rmem_tensor(ROWS, Float32)
         for row in cutlass.range_constexpr(ROWS):
