@@ -95,7 +95,7 @@ class ForwardKernel:
         if warp == 0:
             for tiled in tensors:
                 cpasync.prefetch_descriptor(tiled.atom)
-        storage = SmemAllocator().allocate(forward_storage(config, self.dtype))
+        storage = SmemAllocator().allocate(self.storage())
         q_layout, k_layout, v_layout, o_layout = forward_layouts(config, self.dtype)
         s_q = storage.q.get_tensor(q_layout.outer, swizzle=q_layout.inner)
         s_k = storage.k.get_tensor(k_layout.outer, swizzle=k_layout.inner)
@@ -116,6 +116,13 @@ class ForwardKernel:
             softmax = Softmax(config.negative_scale)
             consumer = Consumer(config, self.dtype, self.band, self.schedule, self.turns, softmax)
             consumer.run(tensors, (s_q, s_k, s_v), output, lse, pipes, queue, run)
+
+    def storage(self):
+        """The struct of shared memory; ForwardConfig's arithmetic, by which plans are chosen, must not promise less."""
+        storage = forward_storage(self.config, self.dtype)
+        if storage.size_in_bytes() > self.config.smem_bytes():
+            raise ValueError(f"{self.config.name}: {storage.size_in_bytes()} bytes, planned {self.config.smem_bytes()}")
+        return storage
 
     @cute.jit
     def output_piece(self, storage, layout, warpgroup: Int32):
