@@ -1,0 +1,110 @@
+"""The public functions. No logic here: problem.py validates, reference.py and launch.py compute."""
+
+from . import launch, reference
+from .problem import Problem, check_states, split_packed
+
+
+def flash_attn_func(
+    q, k, v, softmax_scale=None, causal=False, qv=None, q_descale=None, k_descale=None, v_descale=None,
+    window_size=(-1, -1), attention_chunk=0, softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False, sm_margin=0,
+    return_attn_probs=False, *, sink=None, alibi_slopes=None, score=None, mask=None, block_mask=None, out=None,
+    plan=None,
+):  # fmt: skip
+    """Exact attention, ``softmax(softmax_scale * Q K^T + mask) V``, without ever holding the score matrix.
+
+    On an sm_90 GPU by the FlashAttention-3 algorithm (Shah et al. 2024), forward only so far; on the CPU blockwise in
+    PyTorch (FlashAttention-2, Dao 2023, algorithm 1), with gradients.
+
+    q: ``(batch, seqlen_q, heads, head_dim)``. k: ``(batch, seqlen_k, heads_k, head_dim)``.
+    v: ``(batch, seqlen_k, heads_k, head_dim_v)``.
+        One dtype: bfloat16 or float16 on CUDA, float16 to float64 on the CPU. head_dim and head_dim_v: multiples of 8
+        up to 256 on CUDA, any on the CPU. Query head h reads K/V head ``h // (heads // heads_k)``. Strides are free.
+    softmax_scale: factor of the scores, ``head_dim ** -0.5`` by default; may be 0 or negative.
+    causal: the last query sees all keys, each earlier one sees one key less.
+    window_size: (left, right): query i sees key j iff ``-left <= j - (i + seqlen_k - seqlen_q) <= right``; -1 or None
+        leaves a side open. ``causal`` sets right to 0.
+    sm_margin: number of SMs that the kernel leaves free. deterministic: the forward always is.
+    return_attn_probs: return ``(out, lse)``; no probabilities, as in FlashAttention-3.
+    out: tensor to write to: ``(batch, seqlen_q, heads, head_dim_v)``, q's dtype and device; must share no memory with
+        q, k and v.
+    plan: a hopper_fa3.plan.Plan instead of the chosen one (CUDA; the CPU path has one way).
+    The other arguments are not built yet and must keep their defaults.
+
+    Returns out ``(batch, seqlen_q, heads, head_dim_v)`` in q's dtype, and where asked for the natural-log LSE
+    ``(batch, heads, seqlen_q)`` in float32 (float64 for float64). A query that sees no key yields 0 and LSE -inf.
+
+    Raises TypeError for dtypes, ValueError for shapes and values, NotImplementedError for what is not built yet,
+    RuntimeError for devices other than the CPU and sm_90.
+    """
+    problem = Problem.from_tensors(
+        q, k, v, softmax_scale=softmax_scale, causal=causal, qv=qv, q_descale=q_descale, k_descale=k_descale,
+        v_descale=v_descale, window_size=window_size, attention_chunk=attention_chunk, softcap=softcap,
+        num_splits=num_splits, pack_gqa=pack_gqa, deterministic=deterministic, sm_margin=sm_margin, sink=sink,
+        alibi_slopes=alibi_slopes, score=score, mask=mask, block_mask=block_mask, out=out, plan=plan,
+    )  # fmt: skip
+    if problem.device.type == "cpu":
+        out, lse = reference.blockwise(problem, q, k, v, out=out)
+    else:
+        out, lse = launch.forward(problem, q, k, v, out=out, plan=plan, sm_margin=sm_margin)
+    return (out, lse) if return_attn_probs else out
+
+
+def flash_attn_varlen_func(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q=None, seqused_k=None,
+    softmax_scale=None, causal=False, qv=None, q_descale=None, k_descale=None, v_descale=None, window_size=(-1, -1),
+    attention_chunk=0, softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False, sm_margin=0,
+    return_attn_probs=False, *, sink=None, alibi_slopes=None, score=None, mask=None, block_mask=None, page_table=None,
+    out=None, plan=None,
+):  # fmt: skip
+    """Attention over packed sequences of different lengths. Not built yet: raises NotImplementedError."""
+    raise NotImplementedError("flash_attn_varlen_func is not built yet")
+
+
+def flash_attn_with_kvcache(
+    q, k_cache, v_cache, k=None, v=None, qv=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None,
+    cache_batch_idx=None, cache_leftpad=None, page_table=None, cu_seqlens_q=None, cu_seqlens_k_new=None,
+    max_seqlen_q=None, rotary_seqlens=None, q_descale=None, k_descale=None, v_descale=None, softmax_scale=None,
+    causal=False, window_size=(-1, -1), attention_chunk=0, softcap=0.0, rotary_interleaved=True, scheduler_metadata=None,
+    num_splits=0, pack_gqa=None, sm_margin=0, return_softmax_lse=False, *, sink=None, out=None,
+):  # fmt: skip
+    """Attention over a key/value cache, for decoding. Not built yet: raises NotImplementedError."""
+    raise NotImplementedError("flash_attn_with_kvcache is not built yet")
+
+
+def flash_attn_qkvpacked_func(
+    qkv, softmax_scale=None, causal=False, q_descale=None, k_descale=None, v_descale=None,
+    window_size=(-1, -1), attention_chunk=0, softcap=0.0, deterministic=False, num_heads_q=None, sm_margin=0,
+    return_attn_probs=False,
+):  # fmt: skip
+    """flash_attn_func on views of one tensor.
+
+    qkv: ``(batch, seqlen, 3, heads, head_dim)``, or with ``num_heads_q`` given ``(batch, seqlen, num_heads_q + 2
+    heads_k, head_dim)``: the query heads, then those of K, then those of V. The other arguments, the results and the
+    errors are those of flash_attn_func.
+    """
+    q, k, v = split_packed(qkv, num_heads_q)
+    return flash_attn_func(
+        q, k, v, softmax_scale=softmax_scale, causal=causal, q_descale=q_descale, k_descale=k_descale,
+        v_descale=v_descale, window_size=window_size, attention_chunk=attention_chunk, softcap=softcap,
+        deterministic=deterministic, sm_margin=sm_margin, return_attn_probs=return_attn_probs,
+    )  # fmt: skip
+
+
+def flash_attn_combine(out_partial, lse_partial, out=None, out_dtype=None):
+    """Merge split-KV partial results into (out, lse). Not built yet: raises NotImplementedError."""
+    raise NotImplementedError("flash_attn_combine is not built yet")
+
+
+def merge_states(out_a, lse_a, out_b, lse_b):
+    """Merge the results of the same queries over two disjoint sets of keys into the result over both.
+
+    out_a, out_b: ``(batch, seqlen_q, heads, head_dim_v)`` of one floating-point dtype, or ``(total, heads,
+    head_dim_v)``. lse_a, lse_b: natural log, ``(batch, heads, seqlen_q)`` or ``(heads, total)``; -inf marks a part
+    without keys, whose out is not read.
+
+    Returns out in out_a's dtype and the LSE in float32 (float64 where an LSE is). Arithmetic in the LSE's dtype, with
+    gradients. From ``exp(lse) = exp(lse_a) + exp(lse_b)``: the online softmax (Milakov and Gimelshein 2018) with a part
+    as one step. Raises TypeError for dtypes, ValueError for shapes, RuntimeError for tensors on different devices.
+    """
+    check_states(out_a, lse_a, out_b, lse_b)
+    return reference.merge(out_a, lse_a, out_b, lse_b)

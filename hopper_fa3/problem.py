@@ -1,0 +1,333 @@
+"""What is asked: one attention call, validated. All errors have one style: the rule, then what was given."""
+
+import functools
+import numbers
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from . import plan as planning
+
+SCALE_LIMIT = 2.0**127  # the kernel works in base 2: scale * log2(e) must be finite in float32
+TILE_ROWS = 64  # queries of the smallest tile that a kernel may use
+ANY_COUNT = range(2**63)
+NOT_BUILT = NotImplementedError
+ON_CPU, ON_CUDA = (("device", "cpu"),), (("device", "cuda"),)
+
+
+class Illegal(NamedTuple):
+    """A row of the table: ``fact`` must be one of ``legal`` wherever every (fact, value) of ``where`` holds."""
+
+    fact: str
+    legal: tuple | range
+    where: tuple  # of (fact, value)
+    error: type
+    rule: str  # the message is "{rule}, got {value}"
+
+
+# Every combination that is refused. The facts are the plain values that Problem.from_tensors collects; rows are checked
+# in order.
+ILLEGAL = (
+    Illegal("device", ("cpu", "cuda"), (), RuntimeError, "device must be the CPU or a CUDA GPU"),
+    Illegal("architecture", ("sm_90",), ON_CUDA, RuntimeError, "the CUDA device must be sm_90 (H100, H200)"),
+    Illegal("dtype", ("bfloat16", "float16"), ON_CUDA, TypeError, "dtype must be bfloat16 or float16 on CUDA"),
+    Illegal(
+        "dtype", ("float16", "bfloat16", "float32", "float64"), ON_CPU, TypeError,
+        "dtype must be float16, bfloat16, float32 or float64 on the CPU",
+    ),
+    Illegal("head_dim", range(8, 257, 8), ON_CUDA, ValueError, "head_dim must be a multiple of 8 and at most 256"),
+    Illegal("head_dim_v", range(8, 257, 8), ON_CUDA, ValueError, "head_dim_v must be a multiple of 8 and at most 256"),
+    Illegal("head_dim", ANY_COUNT[1:], ON_CPU, ValueError, "head_dim must be at least 1"),
+    Illegal("head_dim_v", ANY_COUNT[1:], ON_CPU, ValueError, "head_dim_v must be at least 1"),
+    # The kernel adds seqlen_q and seqlen_k in 32 bits.
+    Illegal("seqlen_q", range(2**30), ON_CUDA, ValueError, "seqlen_q must be less than 2**30"),
+    Illegal("seqlen_k", range(2**30), ON_CUDA, ValueError, "seqlen_k must be less than 2**30"),
+    Illegal(
+        "tiles", range(2**31), ON_CUDA, ValueError,
+        "batch * heads * ceil(seqlen_q / 64) must be at most 2**31 - 1",
+    ),
+    Illegal("sm_margin", ANY_COUNT, (), ValueError, "sm_margin must be an integer of at least 0"),
+    Illegal("remaining_sms", ANY_COUNT[1:], ON_CUDA, ValueError, "the device's SMs minus sm_margin must be at least 1"),
+    Illegal(
+        "left", (None,), (), NOT_BUILT,
+        "the left side of window_size must be open or at least seqlen_k - 1 (windows are not built yet)",
+    ),
+    Illegal("num_splits", (0, 1), (), NOT_BUILT, "num_splits must be 0 or 1 (splitting is not built yet)"),
+    Illegal("pack_gqa", (None, False), (), NOT_BUILT, "pack_gqa must be None or False (packing is not built yet)"),
+    Illegal("attention_chunk", (0,), (), NOT_BUILT, "attention_chunk must be 0 (not built yet)"),
+    Illegal("softcap", (0.0,), (), NOT_BUILT, "softcap must be 0.0 (not built yet)"),
+    *(
+        Illegal(name, (None,), (), NOT_BUILT, f"{name} must be None (not built yet)")
+        for name in (
+            "qv", "q_descale", "k_descale", "v_descale", "sink", "alibi_slopes", "score", "mask", "block_mask",
+        )
+    ),
+    Illegal(
+        "requires_grad", (False,), ON_CUDA, NOT_BUILT,
+        "requires_grad of q, k and v must be False on CUDA or grad mode off (the backward is not built yet)",
+    ),
+    Illegal(
+        "out", (None,), (("requires_grad", True),), ValueError,
+        "out must be None where q, k or v requires grad (results are written in place)",
+    ),
+)  # fmt: skip
+
+
+class Static(NamedTuple):
+    """All that changes the compiled code; the only such list."""
+
+    dtype: str  # "bfloat16" or "float16"
+    head_dim: int  # tile class
+    head_dim_v: int  # tile class
+    right_bound: bool  # a right bound is present; its value is a run-time argument (causal: 0)
+    left_bound: bool
+    negative_scale: bool
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One attention call: what is asked, with nothing about how it is computed."""
+
+    device: torch.device
+    dtype: torch.dtype
+    batch: int
+    seqlen_q: int
+    seqlen_k: int
+    heads: int
+    heads_k: int
+    head_dim: int
+    head_dim_v: int
+    softmax_scale: float
+    left: int | None  # query i sees keys from i + seqlen_k - seqlen_q - left on; None: from the first
+    right: int | None  # ... up to i + seqlen_k - seqlen_q + right; None: up to the last; causal: 0
+
+    @classmethod
+    def from_tensors(
+        cls, q, k, v, *, softmax_scale=None, causal=False, qv=None, q_descale=None, k_descale=None, v_descale=None,
+        window_size=(-1, -1), attention_chunk=0, softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False,
+        sm_margin=0, sink=None, alibi_slopes=None, score=None, mask=None, block_mask=None, out=None, plan=None,
+    ):  # fmt: skip
+        """The problem that these arguments of flash_attn_func pose (shapes and meanings: see there).
+
+        A bound that hides no key is stored as None, so that equal masks give equal problems. ``deterministic`` changes
+        nothing (the forward always is); ``plan`` and ``sm_margin`` say how to compute, so they are checked but not
+        stored.
+
+        Raises TypeError for dtypes and for what is no tensor or plan, ValueError for shapes and values,
+        NotImplementedError for features that are not built yet, RuntimeError for the device.
+        """
+        _check_shapes(q, k, v)
+        batch, seqlen_q, heads, head_dim = q.shape
+        _, seqlen_k, heads_k, head_dim_v = v.shape
+        left, right = bounds(window_size, causal, seqlen_q, seqlen_k)
+        on_cuda = q.device.type == "cuda"
+        facts = {
+            "device": q.device.type, "architecture": architecture(q.device) if on_cuda else None,
+            "dtype": name_of(q.dtype), "head_dim": head_dim, "head_dim_v": head_dim_v,
+            "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "tiles": batch * heads * -(-seqlen_q // TILE_ROWS),
+            "sm_margin": sm_margin, "remaining_sms": multiprocessors(q.device) - sm_margin if on_cuda and
+            _is_integer(sm_margin) else None, "left": left, "num_splits": num_splits, "pack_gqa": pack_gqa,
+            "attention_chunk": attention_chunk, "softcap": softcap, "qv": qv, "q_descale": q_descale, "k_descale":
+            k_descale, "v_descale": v_descale, "sink": sink, "alibi_slopes": alibi_slopes, "score": score, "mask": mask,
+            "block_mask": block_mask, "out": out, "requires_grad": torch.is_grad_enabled() and any(tensor.requires_grad
+            for tensor in (q, k, v)),
+        }  # fmt: skip
+        refuse_illegal(facts)
+        scale = head_dim**-0.5 if softmax_scale is None else _checked_scale(softmax_scale)
+        problem = cls(
+            q.device, q.dtype, batch, seqlen_q, seqlen_k, heads, heads_k, head_dim, head_dim_v, scale, left, right
+        )
+        if out is not None:
+            _check_out(out, problem)
+        if plan is not None:
+            _check_plan(plan, problem)
+        return problem
+
+    @property
+    def group(self):
+        """Query heads per K/V head."""
+        return self.heads // self.heads_k
+
+    @property
+    def static(self):
+        """The part of a CUDA problem that the kernel is compiled for."""
+        return Static(
+            dtype=name_of(self.dtype),
+            head_dim=planning.tile_class(self.head_dim),
+            head_dim_v=planning.tile_class(self.head_dim_v),
+            right_bound=self.right is not None,
+            left_bound=self.left is not None,
+            negative_scale=self.softmax_scale < 0,
+        )
+
+
+def refuse_illegal(facts):
+    """Raise for the first row of ILLEGAL that the facts (a dict of plain values, device facts among them) break."""
+    for row in ILLEGAL:
+        value = facts[row.fact]
+        applies = all(facts[fact] == required for fact, required in row.where)
+        if applies and not _among(value, row.legal):
+            raise row.error(f"{row.rule}, got {_shown(value)}")
+
+
+def bounds(window_size, causal, seqlen_q, seqlen_k):
+    """``(left, right)`` of the visibility rule in API.md, None for a side that hides no key of these lengths."""
+    if not isinstance(window_size, (tuple, list)):
+        raise TypeError(f"window_size must be a pair (left, right), got {_shown(window_size)}")
+    if len(window_size) != 2:
+        raise ValueError(f"window_size must be a pair (left, right), got {len(window_size)} values")
+    for side in window_size:
+        if side is not None and not (_is_integer(side) and side >= -1):
+            raise ValueError(f"each side of window_size must be None, -1 or at least 0, got {tuple(window_size)}")
+    left, right = (None if side in (None, -1) else side for side in window_size)
+    right = 0 if causal else right
+    # The last query is the first to lose keys on the left, the first query on the right.
+    left = None if left is None or left >= seqlen_k - 1 else left
+    right = None if right is None or right >= seqlen_q - 1 else right
+    return left, right
+
+
+@functools.cache
+def architecture(device):
+    """``"sm_90"`` and the like. Asked once per device: the query costs microseconds."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"
+
+
+@functools.cache
+def multiprocessors(device):
+    """Number of SMs of a CUDA device."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def name_of(dtype):
+    """``"bfloat16"`` for torch.bfloat16."""
+    return str(dtype).removeprefix("torch.")
+
+
+def split_packed(qkv, num_heads_q=None):
+    """``(q, k, v)``, views of one packed tensor of either layout that flash_attn_qkvpacked_func takes."""
+    _require_tensor("qkv", qkv)
+    if qkv.dim() == 5 and qkv.shape[2] == 3:
+        if num_heads_q not in (None, qkv.shape[3]):
+            raise ValueError(f"num_heads_q must be the {qkv.shape[3]} heads of a 5-D qkv or None, got {num_heads_q}")
+        return qkv.unbind(2)
+    if qkv.dim() != 4:
+        raise ValueError(
+            "qkv must have shape (batch, seqlen, 3, heads, head_dim) or (batch, seqlen, heads_q + 2 heads_k, head_dim)"
+            f", got {tuple(qkv.shape)}"
+        )
+    heads = qkv.shape[2]
+    if not (_is_integer(num_heads_q) and 0 < num_heads_q < heads and (heads - num_heads_q) % 2 == 0):
+        raise ValueError(
+            f"num_heads_q must leave an even number of the {heads} heads to k and v, got {_shown(num_heads_q)}"
+        )
+    heads_k = (heads - num_heads_q) // 2
+    return qkv.split((num_heads_q, heads_k, heads_k), 2)
+
+
+def check_states(out_a, lse_a, out_b, lse_b):
+    """Raise where the arguments of merge_states do not fit each other."""
+    for name, tensor in (("out_a", out_a), ("lse_a", lse_a), ("out_b", out_b), ("lse_b", lse_b)):
+        _require_tensor(name, tensor)
+        if not tensor.is_floating_point():
+            raise TypeError(f"{name} must be floating point, got {name_of(tensor.dtype)}")
+    for name in ("dtype", "device"):
+        pair = tuple(getattr(tensor, name) for tensor in (out_a, out_b))
+        if pair[0] != pair[1]:
+            error = TypeError if name == "dtype" else RuntimeError
+            raise error(f"out_a and out_b must have one {name}, got {pair[0]} and {pair[1]}")
+    if out_a.dim() not in (3, 4) or out_a.shape != out_b.shape:
+        raise ValueError(
+            "out_a and out_b must have one shape (batch, seqlen_q, heads, head_dim_v) or (total, heads, head_dim_v), "
+            f"got {tuple(out_a.shape)} and {tuple(out_b.shape)}"
+        )
+    expected = tuple(out_a.transpose(-3, -2).shape[:-1])
+    if tuple(lse_a.shape) != expected or tuple(lse_b.shape) != expected:
+        raise ValueError(
+            f"lse_a and lse_b must have shape {expected}, got {tuple(lse_a.shape)} and {tuple(lse_b.shape)}"
+        )
+
+
+def _check_shapes(q, k, v):
+    """Raise where q, k and v are not three tensors that fit each other."""
+    layouts = {
+        "q": "(batch, seqlen_q, heads, head_dim)",
+        "k": "(batch, seqlen_k, heads_k, head_dim)",
+        "v": "(batch, seqlen_k, heads_k, head_dim_v)",
+    }
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        _require_tensor(name, tensor)
+        if tensor.dim() != 4:
+            raise ValueError(f"{name} must have shape {layouts[name]}, got {tuple(tensor.shape)}")
+    for name, error in (("dtype", TypeError), ("device", RuntimeError)):
+        given = [getattr(tensor, name) for tensor in (q, k, v)]
+        if len(set(given)) > 1:
+            raise error(f"q, k and v must have one {name}, got {given[0]}, {given[1]} and {given[2]}")
+    same = (
+        ("q and k", "batch", q.shape[0], k.shape[0]),
+        ("k and v", "batch", k.shape[0], v.shape[0]),
+        ("k and v", "seqlen_k", k.shape[1], v.shape[1]),
+        ("k and v", "heads_k", k.shape[2], v.shape[2]),
+        ("q and k", "head_dim", q.shape[3], k.shape[3]),
+    )
+    for names, what, a, b in same:
+        if a != b:
+            raise ValueError(f"{names} must have the same {what}, got {a} and {b}")
+    heads, heads_k = q.shape[2], k.shape[2]
+    if heads_k == 0 or heads % heads_k:
+        raise ValueError(f"heads must be a multiple of heads_k, which is at least 1, got {heads} and {heads_k}")
+
+
+def _check_out(out, problem):
+    """Raise where results cannot be written to ``out``."""
+    _require_tensor("out", out)
+    if out.dtype != problem.dtype:
+        raise TypeError(f"out must have q's dtype {name_of(problem.dtype)}, got {name_of(out.dtype)}")
+    expected = (problem.batch, problem.seqlen_q, problem.heads, problem.head_dim_v)
+    if tuple(out.shape) != expected:
+        raise ValueError(f"out must have shape {expected}, got {tuple(out.shape)}")
+    if out.device != problem.device:
+        raise ValueError(f"out must be on q's device {problem.device}, got {out.device}")
+    if any(stride == 0 and size > 1 for size, stride in zip(out.shape, out.stride(), strict=True)):
+        raise ValueError(f"out must have an address of its own for every element, got strides {out.stride()}")
+
+
+def _check_plan(plan, problem):
+    """Raise where ``plan`` is no plan, or on CUDA gives no legal kernel for the problem."""
+    if not isinstance(plan, planning.Plan):
+        raise TypeError(f"plan must be a hopper_fa3.plan.Plan, got {_shown(plan)}")
+    if problem.device.type == "cuda":
+        planning.forward_config(problem.static, plan).check()
+
+
+def _checked_scale(softmax_scale):
+    if not isinstance(softmax_scale, numbers.Real):
+        raise TypeError(f"softmax_scale must be a number or None, got {_shown(softmax_scale)}")
+    if not abs(softmax_scale) < SCALE_LIMIT:  # also true for NaN
+        raise ValueError(f"softmax_scale must be finite and below 2**127 in magnitude, got {softmax_scale}")
+    return float(softmax_scale)
+
+
+def _require_tensor(name, value):
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {_shown(value)}")
+
+
+def _is_integer(value):
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _among(value, legal):
+    """True where value is one of the plain values in legal. Never compares a tensor, nor walks through a range."""
+    if isinstance(legal, range):
+        return _is_integer(value) and value in legal
+    return any(value is one for one in legal) or (isinstance(value, (int, float, str)) and value in legal)
+
+
+def _shown(value):
+    """How an error names what was given: plain values as they are, all else by its type."""
+    if isinstance(value, str):
+        return value
+    return repr(value) if value is None or isinstance(value, (int, float)) else type(value).__name__

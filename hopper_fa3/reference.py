@@ -1,0 +1,323 @@
+"""Attention in plain PyTorch: the standard way (the oracle), and the blockwise way in the loop orders of FA-1 and FA-2.
+
+Both blockwise orders are exact, use memory of O(length) beyond inputs and results, and can count the elements that they
+move. The FA-2 order is the path of CPU tensors. Device-independent; DESIGN.md's rules for NaN, inf and blind rows hold
+everywhere: a query that sees no key yields 0 and LSE -inf; one that sees only scores of -inf yields NaN and -inf; a
+score of NaN or +inf makes out and LSE of its query NaN; a key of weight 0 takes nothing from V, not even a NaN.
+"""
+
+import itertools
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from .band import Band, blocks
+
+# Tile of the blockwise orders. 128 x 512 float32 scores (256 KB a head) stay in a CPU's L2, and the products run at
+# full speed.
+BLOCK_Q, BLOCK_K = 128, 512
+
+
+@dataclass
+class Traffic:
+    """Counts elements moved between slow memory (whole tensors) and fast memory (the tile being computed)."""
+
+    read: int = 0
+    written: int = 0
+
+    def load(self, *tensors):
+        """Count tensors as read; returns them."""
+        self.read += sum(tensor.numel() for tensor in tensors)
+        return tensors
+
+    def store(self, *tensors):
+        """Count tensors as written."""
+        self.written += sum(tensor.numel() for tensor in tensors)
+
+
+def standard(q, k, v, *, softmax_scale=None, left=None, right=None, compute_dtype=None):
+    """Standard attention with its whole score matrix, ``softmax(scale * Q K^T) V`` (Vaswani et al. 2017, equation 1).
+
+    q ``(batch, seqlen_q, heads, head_dim)``, k and v ``(batch, seqlen_k, heads_k, head_dim or head_dim_v)``; returns
+    out ``(batch, seqlen_q, heads, head_dim_v)`` and the natural-log LSE ``(batch, heads, seqlen_q)`` in float32
+    (float64 where the arithmetic is). ``left`` and ``right`` are the bounds of Band, None for an open side. With
+    ``compute_dtype`` None the arithmetic is what PyTorch users write in q's dtype: both products in it, the softmax
+    between them in float32. float32 or float64 makes it the oracle: inputs are converted first and out stays in that
+    dtype. Differentiable. One head at a time, so the extra memory is that of seqlen_q x seqlen_k scores.
+    """
+    batch, seqlen_q, heads, head_dim = q.shape
+    seqlen_k, group = k.shape[1], heads // k.shape[2]
+    scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
+    dtype = compute_dtype or q.dtype
+    band = Band(seqlen_q, seqlen_k, left, right)
+    hidden = band.hidden(range(seqlen_q), range(seqlen_k), q.device)
+    out, lse = _results(q, k, v, dtype)
+    finite = bool(v.isfinite().all())
+    for entry, head in itertools.product(range(batch), range(heads)):
+        queries, keys, values = (
+            tensor[entry, :, index].to(dtype) for tensor, index in ((q, head), (k, head // group), (v, head // group))
+        )
+        scores = (queries @ keys.mT * scale).to(lse.dtype)
+        if hidden is not None:
+            scores = scores.masked_fill(hidden, -math.inf)
+        weights = torch.softmax(scores, -1)
+        if band.blind:  # softmax of a row without keys is NaN
+            weights = weights.masked_fill(_first(seqlen_q, band.blind, q.device)[:, None], 0)
+        out[entry, :, head] = _weighted_sum(weights.to(dtype), values, finite)
+        total = torch.logsumexp(scores, -1)
+        lse[entry, head] = total.masked_fill(total == math.inf, math.nan)
+    return out, lse
+
+
+def blockwise(problem, q, k, v, *, out=None, block_q=BLOCK_Q, block_k=BLOCK_K, traffic=None):
+    """Exact attention in FA-2's order: tiles of queries outside, blocks of keys inside (Dao 2023, algorithm 1).
+
+    Takes a Problem and its tensors; returns out (written to ``out`` where given) in q's dtype and the LSE, shapes as in
+    standard(). Arithmetic in float32 (float64 for float64). Blocks that no query of a tile sees are never read.
+    Differentiable: a tile is computed again in the backward pass, which so stays within O(length) too. ``traffic``
+    counts the elements moved (see traffic_q_outer); a backward pass counts its reading again.
+    """
+    out, lse = _results(q, k, v, q.dtype, out)
+    traffic = Traffic() if traffic is None else traffic
+    finite = bool(v.isfinite().all())
+    with_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    for rows in blocks(range(problem.seqlen_q), block_q):
+        arguments = (problem, q, k, v, rows, block_k, finite, traffic)
+        if with_grad:
+            tile, tile_lse = checkpoint(_query_tile, *arguments, use_reentrant=False, preserve_rng_state=False)
+        else:
+            tile, tile_lse = _query_tile(*arguments)
+        out[:, rows.start : rows.stop] = tile
+        lse[:, :, rows.start : rows.stop] = tile_lse
+        traffic.store(tile, tile_lse)
+    return out, lse
+
+
+@torch.no_grad()
+def blockwise_kv_outer(problem, q, k, v, *, block_q=BLOCK_Q, block_k=BLOCK_K, traffic=None):
+    """Exact attention in FA-1's order: blocks of keys outside, tiles of queries inside (Dao et al. 2022, algorithm 1).
+
+    Arguments and results as blockwise(), without gradients. O and the running maximum and sum of every query live in
+    slow memory: each block of keys reads and writes them again, which is what FA-2's order saves. O stays unscaled
+    until the last pass.
+    """
+    traffic = Traffic() if traffic is None else traffic
+    out, lse = _results(q, k, v, q.dtype)
+    finite = bool(v.isfinite().all())
+    band = _band(problem)
+    shape = (problem.batch, problem.heads_k, problem.group, problem.seqlen_q)
+    memory = _fresh(shape, problem.head_dim_v, q)
+    traffic.store(*memory)
+    for keys in blocks(range(problem.seqlen_k), block_k):
+        k_block, v_block = traffic.load(k[:, keys.start : keys.stop], v[:, keys.start : keys.stop])
+        k_block, v_block = _by_head(k_block, lse.dtype), _by_head(v_block, lse.dtype)
+        for rows in blocks(band.queries(keys), block_q):
+            (queries,) = traffic.load(q[:, rows.start : rows.stop])
+            held = traffic.load(*(tensor[:, :, :, rows.start : rows.stop] for tensor in memory))
+            scores = _scores(_stacked(queries, problem, lse.dtype), k_block, band.hidden(rows, keys, q.device), problem)
+            states = _absorb(Rows(*(tensor.flatten(2, 3) for tensor in held)), scores, v_block, finite)
+            for place, state in zip(held, states, strict=True):
+                place.copy_(state.reshape(place.shape))
+            traffic.store(*held)
+    for rows in blocks(range(problem.seqlen_q), block_q):
+        held = traffic.load(*(tensor[:, :, :, rows.start : rows.stop] for tensor in memory))
+        tile, tile_lse = _finish(Rows(*(tensor.flatten(2, 3) for tensor in held)), problem, rows)
+        out[:, rows.start : rows.stop] = tile
+        lse[:, :, rows.start : rows.stop] = tile_lse
+        traffic.store(tile, tile_lse)
+    return out, lse
+
+
+def traffic_standard(problem):
+    """Elements that the standard way moves (Dao et al. 2022, algorithm 0): O(N d + N^2), theorem 2.
+
+    Products and softmax each pass through slow memory, masked or not. With B batch, H heads, H_k K/V heads, N queries,
+    M keys::
+
+        read    = B H N d + B H_k M (d + d_v) + 2 B H N M        (Q, K, V, and S and P once each)
+        written = 2 B H N M + B H N (d_v + 1)                    (S and P, then O and the LSE)
+    """
+    scores = problem.batch * problem.heads * problem.seqlen_q * problem.seqlen_k
+    return Traffic(
+        read=_query_elements(problem) + _key_elements(problem, problem.seqlen_k) + 2 * scores,
+        written=2 * scores + _result_elements(problem),
+    )
+
+
+def traffic_q_outer(problem, block_q=BLOCK_Q):
+    """Elements that blockwise() moves: theorem 2 of Dao et al. 2022 in the order of FA-2 (Dao 2023, section 3.1).
+
+    Each tile of block_q queries reads its Q once and the keys that it sees once; O and LSE are written once::
+
+        read    = B H N d + B H_k (d + d_v) sum over tiles of visible keys
+        written = B H N (d_v + 1)
+
+    Without a mask the sum is ceil(N / block_q) M; causal with N = M a multiple of block_q, M (M / block_q + 1) / 2. A
+    tile that fills a fast memory of Z elements has block_q of order Z / d, so this is O(N M d^2 / Z), against O(N M)
+    for the standard way.
+    """
+    visible = sum(len(_band(problem).keys(rows)) for rows in blocks(range(problem.seqlen_q), block_q))
+    return Traffic(read=_query_elements(problem) + _key_elements(problem, visible), written=_result_elements(problem))
+
+
+def traffic_kv_outer(problem, block_k=BLOCK_K):
+    """Elements that blockwise_kv_outer() moves: theorem 2 of Dao et al. 2022, counted for its algorithm 1.
+
+    K and V are read once. For each of the blocks of block_k keys, every query that sees it reads Q, O and its maximum
+    and sum and writes the last three again; they are written once before the first block and read once after the last::
+
+        visits  = sum over blocks of queries that see the block
+        read    = B H_k M (d + d_v) + B H visits (d + d_v + 2) + B H N (d_v + 2)
+        written = B H N (d_v + 2) + B H visits (d_v + 2) + B H N (d_v + 1)
+
+    Without a mask visits is ceil(M / block_k) N; causal with N = M a multiple of block_k, N (N / block_k + 1) / 2.
+    """
+    rows = problem.batch * problem.heads
+    visits = rows * sum(len(_band(problem).queries(keys)) for keys in blocks(range(problem.seqlen_k), block_k))
+    state = problem.head_dim_v + 2
+    all_states = rows * problem.seqlen_q * state
+    return Traffic(
+        read=_key_elements(problem, problem.seqlen_k) + visits * (problem.head_dim + state) + all_states,
+        written=all_states + visits * state + _result_elements(problem),
+    )
+
+
+def merge(out_a, lse_a, out_b, lse_b):
+    """``(out, lse)`` over the union of two disjoint sets of keys, from the results over each (see merge_states)."""
+    dtype = _compute_dtype(torch.promote_types(lse_a.dtype, lse_b.dtype))
+    lse_a, lse_b = lse_a.to(dtype), lse_b.to(dtype)
+    top = torch.maximum(lse_a, lse_b).detach()
+    empty = top == -math.inf
+    shift = top.masked_fill(empty, 0)
+    weight_a, weight_b = torch.exp(lse_a - shift), torch.exp(lse_b - shift)
+    total = (weight_a + weight_b).masked_fill(empty, 1)
+    out = 0
+    for part, part_lse, weight in ((out_a, lse_a, weight_a), (out_b, lse_b, weight_b)):
+        # Where both are empty they add up: zeros stay 0, and the NaN of rows with only scores of -inf stays NaN.
+        share = (weight / total).masked_fill(empty, 1)
+        unused = (part_lse == -math.inf) & ~empty
+        out = out + part.to(dtype).masked_fill(_beside(unused), 0) * _beside(share)
+    return out.to(out_a.dtype), (shift + torch.log(total)).masked_fill(empty, -math.inf)
+
+
+class Rows(NamedTuple):
+    """State of the online softmax (Milakov and Gimelshein 2018) of each query."""
+
+    top: torch.Tensor  # (..., rows): largest score so far
+    total: torch.Tensor  # (..., rows): sum of exp(score - top)
+    mixed: torch.Tensor  # (..., rows, head_dim_v): the same sum of weights times V
+
+
+def _fresh(shape, head_dim_v, like):
+    options = {"dtype": _compute_dtype(like.dtype), "device": like.device}
+    top = torch.full(shape, -math.inf, **options)
+    return Rows(top, torch.zeros(shape, **options), torch.zeros((*shape, head_dim_v), **options))
+
+
+def _absorb(state, scores, v_block, finite):
+    """The state after one more block of keys (Dao 2023, equation of section 3.1.1). Overwrites ``scores``.
+
+    Constant factors of total and mixed cancel in the end, so the maximum carries no gradient.
+    """
+    top = torch.maximum(state.top, scores.detach().amax(-1))
+    shift = top.masked_fill(top == -math.inf, 0)  # no -inf - -inf while nothing has been seen
+    keep = torch.exp(state.top - shift)
+    weights = scores.sub_(shift[..., None]).exp_()
+    mixed = state.mixed * keep[..., None] + _weighted_sum(weights, v_block, finite)
+    return Rows(top, state.total * keep + weights.sum(-1), mixed)
+
+
+def _finish(state, problem, rows):
+    """Results of a tile of queries, (batch, rows, heads, head_dim_v) and (batch, heads, rows), from its final state."""
+    blind = _first(len(rows), _band(problem).blind - rows.start, state.top.device).repeat(problem.group)
+    total = state.total.masked_fill(blind, 1)  # 0 / 1 = 0 and -inf + log(1) = -inf
+    heads = (problem.batch, problem.heads_k, problem.group, len(rows))
+    out = (state.mixed / total[..., None]).reshape(*heads, problem.head_dim_v)
+    lse = (state.top + torch.log(total)).reshape(problem.batch, problem.heads, len(rows))
+    out = out.permute(0, 3, 1, 2, 4).reshape(problem.batch, len(rows), problem.heads, problem.head_dim_v)
+    return out.to(problem.dtype), lse
+
+
+def _query_tile(problem, q, k, v, rows, block_k, finite, traffic):
+    """Results of one tile of queries: all blocks of keys that it sees, first to last."""
+    dtype, band = _compute_dtype(q.dtype), _band(problem)
+    queries = _stacked(*traffic.load(q[:, rows.start : rows.stop]), problem, dtype)
+    state = _fresh(queries.shape[:-1], problem.head_dim_v, q)
+    for keys in blocks(band.keys(rows), block_k):
+        k_block, v_block = traffic.load(k[:, keys.start : keys.stop], v[:, keys.start : keys.stop])
+        scores = _scores(queries, _by_head(k_block, dtype), band.hidden(rows, keys, q.device), problem)
+        state = _absorb(state, scores, _by_head(v_block, dtype), finite)
+    return _finish(state, problem, rows)
+
+
+def _stacked(queries, problem, dtype):
+    """(batch, rows, heads, n) -> (batch, heads_k, group * rows, n), scaled: heads of a group share one product."""
+    queries = queries.unflatten(2, (problem.heads_k, problem.group)).permute(0, 2, 3, 1, 4)
+    return queries.flatten(2, 3).to(dtype) * problem.softmax_scale
+
+
+def _by_head(block, dtype):
+    """(batch, keys, heads_k, n) -> (batch, heads_k, keys, n)"""
+    return block.transpose(1, 2).to(dtype)
+
+
+def _scores(queries, k_block, hidden, problem):
+    scores = queries @ k_block.mT
+    return scores if hidden is None else scores.masked_fill_(hidden.repeat(problem.group, 1), -math.inf)
+
+
+def _weighted_sum(weights, v, finite):
+    """``weights @ v`` where a weight of 0 takes nothing, not even from NaN or inf. ``finite``: V holds neither."""
+    if finite:
+        return weights @ v
+    result = weights @ v.masked_fill(~v.isfinite(), 0)
+    taken = (weights != 0).to(v.dtype)
+    for kind, value in ((v == math.inf, math.inf), (v == -math.inf, -math.inf), (v.isnan(), math.nan)):
+        result = result + torch.zeros_like(result).masked_fill(taken @ kind.to(v.dtype) > 0, value)
+    return result
+
+
+def _results(q, k, v, dtype, out=None):
+    """Zeros for out (unless given) and -inf for the LSE, with a gradient of 0 to the inputs where they ask for one."""
+    batch, seqlen_q, heads, _ = q.shape
+    if out is None:
+        out = torch.zeros((batch, seqlen_q, heads, v.shape[-1]), dtype=dtype, device=q.device)
+    lse = torch.full((batch, heads, seqlen_q), -math.inf, dtype=_compute_dtype(dtype), device=q.device)
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        nothing = sum(tensor[:0].sum() for tensor in (q, k, v))
+        out, lse = out + nothing.to(dtype), lse + nothing.to(lse.dtype)
+    return out, lse
+
+
+def _compute_dtype(dtype):
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _band(problem):
+    return Band(problem.seqlen_q, problem.seqlen_k, problem.left, problem.right)
+
+
+def _first(length, count, device):
+    """Bool (length,), True in the first ``count`` places (none where it is negative)."""
+    return torch.arange(length, device=device) < count
+
+
+def _beside(rows):
+    """(..., heads, rows) -> (..., rows, heads, 1): a factor for out"""
+    return rows.transpose(-1, -2)[..., None]
+
+
+def _query_elements(problem):
+    return problem.batch * problem.seqlen_q * problem.heads * problem.head_dim
+
+
+def _key_elements(problem, keys):
+    """Elements of K and V for a number of keys, counted with repetition."""
+    return problem.batch * keys * problem.heads_k * (problem.head_dim + problem.head_dim_v)
+
+
+def _result_elements(problem):
+    return problem.batch * problem.seqlen_q * problem.heads * (problem.head_dim_v + 1)
