@@ -1,12 +1,12 @@
 """Allocates the results, prepares the arguments and launches. It validates nothing: problem.py did."""
 
-import functools
 import math
 from typing import NamedTuple
 
 import torch
 
 from . import plan as planning
+from .problem import multiprocessors
 
 # Below the smallest normal float32 a scale would be flushed to 0, and 0 times a masked score of -inf is NaN.
 SMALLEST_SCALE = 1.1754943508222875e-38
@@ -100,11 +100,6 @@ def scale_log2(softmax_scale):
     """Softmax scale in base 2, never 0; its sign is part of the compiled kernel."""
     value = softmax_scale * math.log2(math.e)
     return math.copysign(max(abs(value), SMALLEST_SCALE), value)
-
-
-@functools.cache
-def multiprocessors(device):
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def tma_reads(tensor):

@@ -23,16 +23,17 @@ class Plan(NamedTuple):
     overlap: bool = True
 
 
-# (head_dim class, head_dim_v class, right bound) -> plan. Figures: TFLOP/s on an H200, bf16, length 8192, batch 2, of this row
-# and of what it was tried against in the same run (2026-11-29); notes in profiling/NOTES.md.
+# (head_dim class, head_dim_v class, right bound) -> plan. Figures: TFLOP/s on an H200, bf16, length 8192, batch 2, of
+# this row and of what it was tried against in the same run (2026-11-29); notes in profiling/NOTES.md.
 TABLE = {
-    # 530 with 2 stages, 528 with 3, 523 with 4; two warpgroups (128 x 128) 402 against 516; without ping-pong 497 against 528
+    # 530 with 2 stages, 528 with 3, 523 with 4; two warpgroups (128 x 128) 402 against 516; without ping-pong 497
     (64, 64, False): Plan(192, 128),
     (64, 64, True): Plan(192, 128),
     # 540; 128 x 160 494. Three warpgroups would need P in shared memory
     (96, 96, False): Plan(128, 128),
     (96, 96, True): Plan(128, 128),
-    # 656; 128 x 160 591 and 128 x 176 599, where O shares Q's memory; three stages, also sharing, 646; without ping-pong 659
+    # 656; 128 x 160 591 and 128 x 176 599, where O shares Q's memory; three stages, also sharing, 646; without
+    # ping-pong 659
     (128, 128, False): Plan(128, 128),
     # 619; three stages without ping-pong 602
     (128, 128, True): Plan(128, 128),

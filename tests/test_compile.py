@@ -101,6 +101,9 @@ def test_tracing_needs_no_torch_in_kernels():
 
 
 def test_the_folder_kernels_is_not_importable_from_elsewhere(tmp_path):
-    script = "import importlib.util; print(importlib.util.find_spec('kernels'), importlib.util.find_spec('hopper_fa3.kernels') is not None)"
+    script = (
+        "from importlib.util import find_spec\n"
+        "print(find_spec('kernels'), find_spec('hopper_fa3.kernels') is not None)"
+    )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=tmp_path)
     assert done.stdout == "None True\n", done.stderr
