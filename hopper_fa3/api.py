@@ -1,7 +1,40 @@
 """The public functions. No logic here: problem.py validates, reference.py and launch.py compute."""
 
+import torch
+
 from . import launch, reference
 from .problem import Problem, check_states, split_packed
+
+MEMO_ENTRIES = 4096  # one or two KiB each; a program that varies lengths endlessly must not grow endlessly
+_recipes = {}  # signature of a CUDA call -> launch.Recipe: a call seen before skips validation and planning
+
+
+def _signature(tensors, options):
+    """All that a CUDA call's recipe depends on, or None where the call has none (CPU tensors, what is no tensor).
+
+    Built from raw attributes because host time counts: validating anew costs several times the launch.
+    """
+    q, k, v, out = tensors
+    try:
+        if not q.is_cuda:
+            return None
+        traits = tuple(
+            (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() % launch.TMA_ALIGNMENT)
+            for tensor in (tensors if out is not None else tensors[:3])
+        )
+        needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+        signature = (traits, needs_grad, options)
+        hash(signature)
+    except (AttributeError, TypeError):  # not tensors, or options that are no plain values: Problem says what is wrong
+        return None
+    return signature
+
+
+def _remember(signature, recipe):
+    if len(_recipes) >= MEMO_ENTRIES:
+        _recipes.clear()
+    if signature is not None:
+        _recipes[signature] = recipe
 
 
 def flash_attn_func(
@@ -36,16 +69,25 @@ def flash_attn_func(
     Raises TypeError for dtypes, ValueError for shapes and values, NotImplementedError for what is not built yet,
     RuntimeError for devices other than the CPU and sm_90.
     """
-    problem = Problem.from_tensors(
-        q, k, v, softmax_scale=softmax_scale, causal=causal, qv=qv, q_descale=q_descale, k_descale=k_descale,
-        v_descale=v_descale, window_size=window_size, attention_chunk=attention_chunk, softcap=softcap,
-        num_splits=num_splits, pack_gqa=pack_gqa, deterministic=deterministic, sm_margin=sm_margin, sink=sink,
-        alibi_slopes=alibi_slopes, score=score, mask=mask, block_mask=block_mask, out=out, plan=plan,
+    options = (
+        softmax_scale, causal, qv, q_descale, k_descale, v_descale, window_size, attention_chunk, softcap, num_splits,
+        pack_gqa, deterministic, sm_margin, sink, alibi_slopes, score, mask, block_mask, plan,
     )  # fmt: skip
-    if problem.device.type == "cpu":
-        out, lse = reference.blockwise(problem, q, k, v, out=out)
-    else:
-        out, lse = launch.forward(problem, q, k, v, out=out, plan=plan, sm_margin=sm_margin)
+    signature = _signature((q, k, v, out), options)
+    recipe = _recipes.get(signature)
+    if recipe is None:
+        problem = Problem.from_tensors(
+            q, k, v, softmax_scale=softmax_scale, causal=causal, qv=qv, q_descale=q_descale, k_descale=k_descale,
+            v_descale=v_descale, window_size=window_size, attention_chunk=attention_chunk, softcap=softcap,
+            num_splits=num_splits, pack_gqa=pack_gqa, deterministic=deterministic, sm_margin=sm_margin, sink=sink,
+            alibi_slopes=alibi_slopes, score=score, mask=mask, block_mask=block_mask, out=out, plan=plan,
+        )  # fmt: skip
+        if problem.device.type == "cpu":
+            out, lse = reference.blockwise(problem, q, k, v, out=out)
+            return (out, lse) if return_attn_probs else out
+        recipe = launch.prepare(problem, q, k, v, out=out, plan=plan, sm_margin=sm_margin)
+        _remember(signature, recipe)
+    out, lse = launch.execute(recipe, q, k, v, out)
     return (out, lse) if return_attn_probs else out
 
 
@@ -64,8 +106,8 @@ def flash_attn_with_kvcache(
     q, k_cache, v_cache, k=None, v=None, qv=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None,
     cache_batch_idx=None, cache_leftpad=None, page_table=None, cu_seqlens_q=None, cu_seqlens_k_new=None,
     max_seqlen_q=None, rotary_seqlens=None, q_descale=None, k_descale=None, v_descale=None, softmax_scale=None,
-    causal=False, window_size=(-1, -1), attention_chunk=0, softcap=0.0, rotary_interleaved=True, scheduler_metadata=None,
-    num_splits=0, pack_gqa=None, sm_margin=0, return_softmax_lse=False, *, sink=None, out=None,
+    causal=False, window_size=(-1, -1), attention_chunk=0, softcap=0.0, rotary_interleaved=True,
+    scheduler_metadata=None, num_splits=0, pack_gqa=None, sm_margin=0, return_softmax_lse=False, *, sink=None, out=None,
 ):  # fmt: skip
     """Attention over a key/value cache, for decoding. Not built yet: raises NotImplementedError."""
     raise NotImplementedError("flash_attn_with_kvcache is not built yet")

@@ -31,11 +31,6 @@ class Recipe(NamedTuple):
     fits: tuple  # q, k, v, out: True where TMA takes the tensor as it is
 
 
-def forward(problem, q, k, v, *, out=None, plan=None, sm_margin=0):
-    """``(out, lse)`` of a validated CUDA problem, on torch's current stream of its device."""
-    return execute(prepare(problem, q, k, v, out=out, plan=plan, sm_margin=sm_margin), q, k, v, out)
-
-
 def prepare(problem, q, k, v, *, out=None, plan=None, sm_margin=0):
     """The recipe for calls like this one; compiles the kernel where it is new."""
     function, dynamic, scalars = None, False, ()

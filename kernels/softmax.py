@@ -105,5 +105,5 @@ class Softmax:
 def rescale_rows(accumulator: cute.Tensor, factor: cute.Tensor):
     """Multiply each row of a (2 rows, columns) view by its factor, in place."""
     for row in cutlass.range_constexpr(cute.size(accumulator, mode=[0])):
-        for column in cutlass.range_constexpr(cute.size(accumulator, mode=[1])):
+        for column in cutlass.range(cute.size(accumulator, mode=[1]), unroll_full=True):
             accumulator[row, column] = accumulator[row, column] * factor[row]

@@ -3,9 +3,9 @@
 import itertools
 
 import pytest
-from hopper_fa3.kernels.config import HEAD_DIM_CLASSES, REGISTERS, ForwardConfig
 
 from hopper_fa3 import plan
+from hopper_fa3.kernels.config import HEAD_DIM_CLASSES, REGISTERS, ForwardConfig
 from hopper_fa3.problem import Problem, Static
 
 GRID = [
