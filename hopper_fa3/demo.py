@@ -2,6 +2,7 @@
 
 import ctypes
 import importlib.util
+import threading
 import time
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from .reference import standard
 
 HEADS, HEADS_K, HEAD_DIM = 16, 2, 128  # grouped-query attention, 8 query heads per K/V head
 MODEL_DIM = 512
+TELL_SECONDS = 4
 TEXT = """\
 Attention compares every word of a text with every word before it. Written down as it is defined,
 that is a square table with one row and one column per word: a text twice as long needs four times
@@ -63,11 +65,21 @@ def rotate(tensor):
 
 
 def timed(function):
-    """(result, seconds) of a call, the GPU's work included."""
+    """(result, seconds) of a call, the GPU's work included; says every few seconds that it is still running."""
+    finished = threading.Event()
     start = time.perf_counter()
-    result = function()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+
+    def tell():
+        while not finished.wait(TELL_SECONDS):
+            say(f"      ... {time.perf_counter() - start:.0f} s")
+
+    threading.Thread(target=tell, daemon=True).start()
+    try:
+        result = function()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    finally:
+        finished.set()
     return result, time.perf_counter() - start
 
 
@@ -126,7 +138,8 @@ def on_cpu(q, k, v):
     scores = HEADS * tokens * tokens * 4
     say(f"      the standard way's score matrix alone: {mebibytes(scores)} in float32 (and as much again for softmax)")
     say("[3/4] Computing the same the standard way in float32, head by head, to compare ...")
-    say_error(*errors(out, q, k, v))
+    (ours, plain), _ = timed(lambda: errors(out, q, k, v))
+    say_error(ours, plain)
     machine_code()
 
 
@@ -182,7 +195,8 @@ def on_hopper(q, k, v):
     _, again = timed(lambda: flash_attn_func(q, k, v, causal=True))
     say(f"      first call {seconds:.1f} s, second call {again * 1e6:.0f} µs")
     say("[3/4] Computing the same the standard way in float32, to compare ...")
-    say_error(*errors(out, q, k, v))
+    (ours, plain), _ = timed(lambda: errors(out, q, k, v))
+    say_error(ours, plain)
     say("[4/4] Timing, in turns, with the largest matrix product's speed beside it ...")
     timing = timer()
     if timing is None:
