@@ -141,6 +141,7 @@ class Bench:
         self.options, self.peers, self.clocks = options, peers, clocks
         self.started = time.monotonic()
         self.rows, self.disagreements = [], []
+        self.refusals = set()  # (peer, why): said once
         self.matmul = None
 
     def left(self):
@@ -177,8 +178,9 @@ class Bench:
 
     def takes(self, peer, tensors):
         why = peer.refuses(*tensors) or refusal(peer.kernel(*tensors))
-        if why:
-            say(f"  without {peer.name}: {why}")
+        if why and (peer.name, why) not in self.refusals:
+            self.refusals.add((peer.name, why))
+            say(f"  where it does not run, without {peer.name}: {why}")
         return not why
 
     def compare(self, case, kernels):

@@ -59,8 +59,8 @@ def refusal(launch):
     try:
         with launch.context():
             launch.call()
-    except RuntimeError as error:
-        return str(error).splitlines()[0]
+    except (RuntimeError, AssertionError, ValueError, TypeError) as error:
+        return (str(error).strip() or type(error).__name__).splitlines()[0]
     return None
 
 
