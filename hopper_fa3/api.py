@@ -5,36 +5,38 @@ import torch
 from . import launch, reference
 from .problem import Problem, check_states, split_packed
 
-MEMO_ENTRIES = 4096  # one or two KiB each; a program that varies lengths endlessly must not grow endlessly
+MEMO_ENTRIES = 4096  # one or two KiB each: bounds what a program with endlessly varying lengths keeps
 _recipes = {}  # signature of a CUDA call -> launch.Recipe: a call seen before skips validation and planning
 
 
-def _signature(tensors, options):
-    """All that a CUDA call's recipe depends on, or None where the call has none (CPU tensors, what is no tensor).
+def _recall(q, k, v, out, options):
+    """``(signature, recipe)``: all that a CUDA call's recipe depends on, and the recipe of an equal call before it.
 
-    Built from raw attributes because host time counts: validating anew costs several times the launch.
+    Both None where there is no signature (CPU tensors, what is no tensor); then Problem says what is wrong, if
+    anything. Built from raw attributes because host time counts: validating anew costs several times the launch.
     """
-    q, k, v, out = tensors
     try:
         if not q.is_cuda:
-            return None
-        traits = tuple(
-            (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() % launch.TMA_ALIGNMENT)
-            for tensor in (tensors if out is not None else tensors[:3])
-        )
-        needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-        signature = (traits, needs_grad, options)
-        hash(signature)
-    except (AttributeError, TypeError):  # not tensors, or options that are no plain values: Problem says what is wrong
-        return None
-    return signature
+            return None, None
+        signature = (
+            q.shape, q.stride(), q.dtype, q.device, q.data_ptr() % launch.TMA_ALIGNMENT,
+            k.shape, k.stride(), k.dtype, k.device, k.data_ptr() % launch.TMA_ALIGNMENT,
+            v.shape, v.stride(), v.dtype, v.device, v.data_ptr() % launch.TMA_ALIGNMENT,
+            None if out is None else (out.shape, out.stride(), out.dtype, out.device, out.data_ptr() % launch.TMA_ALIGNMENT),
+            torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
+            options,
+        )  # fmt: skip
+        return signature, _recipes.get(signature)
+    except (AttributeError, TypeError):  # not tensors, or options that are no plain values
+        return None, None
 
 
 def _remember(signature, recipe):
+    if signature is None:
+        return
     if len(_recipes) >= MEMO_ENTRIES:
         _recipes.clear()
-    if signature is not None:
-        _recipes[signature] = recipe
+    _recipes[signature] = recipe
 
 
 def flash_attn_func(
@@ -73,8 +75,7 @@ def flash_attn_func(
         softmax_scale, causal, qv, q_descale, k_descale, v_descale, window_size, attention_chunk, softcap, num_splits,
         pack_gqa, deterministic, sm_margin, sink, alibi_slopes, score, mask, block_mask, plan,
     )  # fmt: skip
-    signature = _signature((q, k, v, out), options)
-    recipe = _recipes.get(signature)
+    signature, recipe = _recall(q, k, v, out, options)
     if recipe is None:
         problem = Problem.from_tensors(
             q, k, v, softmax_scale=softmax_scale, causal=causal, qv=qv, q_descale=q_descale, k_descale=k_descale,
