@@ -122,16 +122,17 @@ class Problem:
         _, seqlen_k, heads_k, head_dim_v = v.shape
         left, right = bounds(window_size, causal, seqlen_q, seqlen_k)
         on_cuda = q.device.type == "cuda"
+        sms = multiprocessors(q.device) if on_cuda else None
         facts = {
             "device": q.device.type, "architecture": architecture(q.device) if on_cuda else None,
             "dtype": name_of(q.dtype), "head_dim": head_dim, "head_dim_v": head_dim_v,
             "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "tiles": batch * heads * -(-seqlen_q // TILE_ROWS),
-            "sm_margin": sm_margin, "remaining_sms": multiprocessors(q.device) - sm_margin if on_cuda and
-            _is_integer(sm_margin) else None, "left": left, "num_splits": num_splits, "pack_gqa": pack_gqa,
-            "attention_chunk": attention_chunk, "softcap": softcap, "qv": qv, "q_descale": q_descale, "k_descale":
-            k_descale, "v_descale": v_descale, "sink": sink, "alibi_slopes": alibi_slopes, "score": score, "mask": mask,
-            "block_mask": block_mask, "out": out, "requires_grad": torch.is_grad_enabled() and any(tensor.requires_grad
-            for tensor in (q, k, v)),
+            "sm_margin": sm_margin, "remaining_sms": sms - sm_margin if on_cuda and _is_integer(sm_margin) else None,
+            "left": left, "num_splits": num_splits, "pack_gqa": pack_gqa, "attention_chunk": attention_chunk,
+            "softcap": softcap, "qv": qv, "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale,
+            "sink": sink, "alibi_slopes": alibi_slopes, "score": score, "mask": mask, "block_mask": block_mask,
+            "out": out,
+            "requires_grad": torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (q, k, v)),
         }  # fmt: skip
         refuse_illegal(facts)
         scale = head_dim**-0.5 if softmax_scale is None else _checked_scale(softmax_scale)

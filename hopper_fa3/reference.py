@@ -254,9 +254,9 @@ def _query_tile(problem, q, k, v, rows, block_k, finite, traffic):
 
 
 def _stacked(queries, problem, dtype):
-    """(batch, rows, heads, n) -> (batch, heads_k, group * rows, n), scaled: heads of a group share one product."""
+    """(batch, rows, heads, n) -> (batch, heads_k, group * rows, n): heads of a group share one product."""
     queries = queries.unflatten(2, (problem.heads_k, problem.group)).permute(0, 2, 3, 1, 4)
-    return queries.flatten(2, 3).to(dtype) * problem.softmax_scale
+    return queries.flatten(2, 3).to(dtype)
 
 
 def _by_head(block, dtype):
@@ -265,7 +265,8 @@ def _by_head(block, dtype):
 
 
 def _scores(queries, k_block, hidden, problem):
-    scores = queries @ k_block.mT
+    # Scaled after the product: that of 16-bit inputs is exact in float32, a scaled query is not.
+    scores = (queries @ k_block.mT).mul_(problem.softmax_scale)
     return scores if hidden is None else scores.masked_fill_(hidden.repeat(problem.group, 1), -math.inf)
 
 

@@ -1,0 +1,419 @@
+"""Problem: every refusal with its exact message, row by row, and what is kept of a call that is legal.
+
+Fake tensors stand in for CUDA ones, and the two questions to the device are answered here: no GPU is needed.
+"""
+
+import contextlib
+import math
+import re
+from dataclasses import FrozenInstanceError, replace
+from fractions import Fraction
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from hopper_fa3 import problem
+from hopper_fa3.plan import Plan
+from hopper_fa3.problem import ILLEGAL, Problem, Static, bounds, check_states, refuse_illegal, split_packed
+
+SMS = 132
+NUMBERS = {"heads": 4, "heads_k": 2, "head_dim": 64, "head_dim_v": 64, "batch": 2, "seqlen_q": 5, "seqlen_k": 7}
+
+
+def tensors(device="cpu", dtype=torch.bfloat16, **numbers):
+    """q, k, v without memory of their own beyond a view, so that they may be of any size."""
+    n = NUMBERS | numbers
+    one = torch.empty(1, dtype=dtype, device=device)
+    return (
+        one.expand(n["batch"], n["seqlen_q"], n["heads"], n["head_dim"]),
+        one.expand(n["batch"], n["seqlen_k"], n["heads_k"], n["head_dim"]),
+        one.expand(n["batch"], n["seqlen_k"], n["heads_k"], n["head_dim_v"]),
+    )
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """CUDA tensors can be made, and the device says that it is an H200."""
+    monkeypatch.setattr(problem, "architecture", lambda device: "sm_90")
+    monkeypatch.setattr(problem, "multiprocessors", lambda device: SMS)
+    with FakeTensorMode():
+        yield
+
+
+def refused(error, message):
+    """The exception with exactly this message, no subclass of it."""
+    return pytest.raises(error, match=f"^{re.escape(message)}$", check=lambda raised: type(raised) is error)
+
+
+# Facts of a legal call on each device, in the plain values of the table.
+LEGAL = {
+    "device": "cpu", "architecture": None, "dtype": "bfloat16", "head_dim": 64, "head_dim_v": 64, "seqlen_q": 5,
+    "seqlen_k": 7, "tiles": 8, "sm_margin": 0, "remaining_sms": None, "left": None, "num_splits": 1, "pack_gqa": None,
+    "attention_chunk": 0, "softcap": 0.0, "qv": None, "q_descale": None, "k_descale": None, "v_descale": None,
+    "sink": None, "alibi_slopes": None, "score": None, "mask": None, "block_mask": None, "out": None,
+    "requires_grad": False,
+}  # fmt: skip
+CUDA = {"device": "cuda", "architecture": "sm_90", "remaining_sms": SMS}
+GRAD = {"requires_grad": True}
+WINDOW = "the left side of window_size must be open or at least seqlen_k - 1 (windows are not built yet)"
+DIMS = "must be a multiple of 8 and at most 256"
+
+# In the table's order: row, facts that differ from LEGAL, error, message.
+ROWS = (
+    ("device", {"device": "meta"}, RuntimeError, "device must be the CPU or a CUDA GPU, got meta"),
+    ("architecture", CUDA | {"architecture": "sm_80"}, RuntimeError,
+     "the CUDA device must be sm_90 (H100, H200), got sm_80"),
+    ("dtype", CUDA | {"dtype": "float32"}, TypeError, "dtype must be bfloat16 or float16 on CUDA, got float32"),
+    ("dtype", {"dtype": "int64"}, TypeError,
+     "dtype must be float16, bfloat16, float32 or float64 on the CPU, got int64"),
+    ("head_dim", CUDA | {"head_dim": 260}, ValueError, f"head_dim {DIMS}, got 260"),
+    ("head_dim_v", CUDA | {"head_dim_v": 20}, ValueError, f"head_dim_v {DIMS}, got 20"),
+    ("head_dim", {"head_dim": 0}, ValueError, "head_dim must be at least 1, got 0"),
+    ("head_dim_v", {"head_dim_v": 0}, ValueError, "head_dim_v must be at least 1, got 0"),
+    ("seqlen_q", CUDA | {"seqlen_q": 2**30}, ValueError, "seqlen_q must be less than 2**30, got 1073741824"),
+    ("seqlen_k", CUDA | {"seqlen_k": 2**30}, ValueError, "seqlen_k must be less than 2**30, got 1073741824"),
+    ("tiles", CUDA | {"tiles": 2**31}, ValueError,
+     "batch * heads * ceil(seqlen_q / 64) must be at most 2**31 - 1, got 2147483648"),
+    ("sm_margin", {"sm_margin": -1}, ValueError, "sm_margin must be an integer of at least 0, got -1"),
+    ("remaining_sms", CUDA | {"remaining_sms": 0}, ValueError,
+     "the device's SMs minus sm_margin must be at least 1, got 0"),
+    ("left", {"left": 3}, NotImplementedError, f"{WINDOW}, got 3"),
+    ("num_splits", {"num_splits": 4}, NotImplementedError,
+     "num_splits must be 0 or 1 (splitting is not built yet), got 4"),
+    ("pack_gqa", {"pack_gqa": True}, NotImplementedError,
+     "pack_gqa must be None or False (packing is not built yet), got True"),
+    ("attention_chunk", {"attention_chunk": 64}, NotImplementedError,
+     "attention_chunk must be 0 (not built yet), got 64"),
+    ("softcap", {"softcap": 15.0}, NotImplementedError, "softcap must be 0.0 (not built yet), got 15.0"),
+    *((name, {name: torch.ones(2)}, NotImplementedError, f"{name} must be None (not built yet), got Tensor")
+      for name in ("qv", "q_descale", "k_descale", "v_descale", "sink", "alibi_slopes", "score", "mask", "block_mask")),
+    ("requires_grad", CUDA | GRAD, NotImplementedError,
+     "requires_grad of q, k and v must be False on CUDA or grad mode off (the backward is not built yet), got True"),
+    ("out", GRAD | {"out": torch.ones(2)}, ValueError,
+     "out must be None where q, k or v requires grad (results are written in place), got Tensor"),
+)  # fmt: skip
+
+
+def test_every_row_of_the_table_stands_here():
+    assert [row.fact for row in ILLEGAL] == [row[0] for row in ROWS]
+
+
+@pytest.mark.parametrize("index", range(len(ROWS)), ids=lambda index: f"{index}-{ROWS[index][0]}")
+def test_a_row_refuses_and_is_the_only_one_to(index):
+    _, change, error, message = ROWS[index]
+    with refused(error, message):
+        refuse_illegal(LEGAL | change)
+    others = ILLEGAL[:index] + ILLEGAL[index + 1 :]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(problem, "ILLEGAL", others)
+        refuse_illegal(LEGAL | change)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {}, CUDA, CUDA | {"dtype": "float16"}, {"dtype": "float32"}, {"dtype": "float64"}, {"dtype": "float16"},
+        CUDA | {"head_dim": 8}, CUDA | {"head_dim": 256}, CUDA | {"head_dim_v": 8}, CUDA | {"head_dim_v": 256},
+        {"head_dim": 1, "head_dim_v": 1}, {"head_dim": 260, "head_dim_v": 20}, {"seqlen_q": 2**31, "seqlen_k": 2**31},
+        CUDA | {"seqlen_q": 2**30 - 1, "seqlen_k": 2**30 - 1}, CUDA | {"seqlen_q": 0, "seqlen_k": 0, "tiles": 0},
+        CUDA | {"tiles": 2**31 - 1}, {"tiles": 2**31}, {"sm_margin": 8}, {"sm_margin": 1000},
+        CUDA | {"sm_margin": SMS - 1, "remaining_sms": 1}, {"num_splits": 0}, {"pack_gqa": False}, GRAD,
+        {"out": torch.ones(2)}, CUDA | {"out": torch.ones(2)},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_legal_facts_pass(change):
+    refuse_illegal(LEGAL | change)
+
+
+@pytest.mark.parametrize("head_dim", [*range(257), 260, 264, 512])
+def test_head_dims_on_cuda(head_dim):
+    legal = head_dim in (8 * n for n in range(1, 33))
+    with contextlib.nullcontext() if legal else refused(ValueError, f"head_dim {DIMS}, got {head_dim}"):
+        refuse_illegal(LEGAL | CUDA | {"head_dim": head_dim})
+
+
+@pytest.mark.parametrize("margin", [0.5, "8", True, None, 2.0])
+def test_sm_margin_is_an_integer(margin):
+    shown = margin if isinstance(margin, str) else repr(margin)
+    with refused(ValueError, f"sm_margin must be an integer of at least 0, got {shown}"):
+        Problem.from_tensors(*tensors(), sm_margin=margin)
+
+
+CALLS = (
+    ({"num_splits": 2}, NotImplementedError, "num_splits must be 0 or 1 (splitting is not built yet), got 2"),
+    ({"pack_gqa": True}, NotImplementedError, "pack_gqa must be None or False (packing is not built yet), got True"),
+    ({"attention_chunk": 3}, NotImplementedError, "attention_chunk must be 0 (not built yet), got 3"),
+    ({"softcap": 15.0}, NotImplementedError, "softcap must be 0.0 (not built yet), got 15.0"),
+    ({"qv": torch.ones(2)}, NotImplementedError, "qv must be None (not built yet), got Tensor"),
+    ({"q_descale": torch.zeros(())}, NotImplementedError, "q_descale must be None (not built yet), got Tensor"),
+    ({"k_descale": torch.ones(2)}, NotImplementedError, "k_descale must be None (not built yet), got Tensor"),
+    ({"v_descale": torch.ones(2)}, NotImplementedError, "v_descale must be None (not built yet), got Tensor"),
+    ({"sink": torch.ones(2)}, NotImplementedError, "sink must be None (not built yet), got Tensor"),
+    ({"alibi_slopes": torch.ones(2)}, NotImplementedError, "alibi_slopes must be None (not built yet), got Tensor"),
+    ({"score": max}, NotImplementedError, "score must be None (not built yet), got builtin_function_or_method"),
+    ({"mask": torch.ones(2)}, NotImplementedError, "mask must be None (not built yet), got Tensor"),
+    ({"block_mask": ()}, NotImplementedError, "block_mask must be None (not built yet), got tuple"),
+    ({"window_size": (5, -1)}, NotImplementedError, f"{WINDOW}, got 5"),
+    ({"window_size": (0, 0)}, NotImplementedError, f"{WINDOW}, got 0"),
+    ({"window_size": (5, -1), "causal": True}, NotImplementedError, f"{WINDOW}, got 5"),
+    ({"window_size": (-2, 0)}, ValueError, "each side of window_size must be None, -1 or at least 0, got (-2, 0)"),
+    ({"window_size": (-1, -2)}, ValueError, "each side of window_size must be None, -1 or at least 0, got (-1, -2)"),
+    ({"window_size": (-1, 1.5)}, ValueError, "each side of window_size must be None, -1 or at least 0, got (-1, 1.5)"),
+    ({"window_size": 3}, TypeError, "window_size must be a pair (left, right), got 3"),
+    ({"window_size": (1, 2, 3)}, ValueError, "window_size must be a pair (left, right), got 3 values"),
+    ({"softmax_scale": math.nan}, ValueError, "softmax_scale must be finite and below 2**127 in magnitude, got nan"),
+    ({"softmax_scale": -math.inf}, ValueError, "softmax_scale must be finite and below 2**127 in magnitude, got -inf"),
+    ({"softmax_scale": 2.0**127}, ValueError,
+     "softmax_scale must be finite and below 2**127 in magnitude, got 1.7014118346046923e+38"),
+    ({"softmax_scale": torch.ones(())}, TypeError, "softmax_scale must be a number or None, got Tensor"),
+    ({"softmax_scale": "auto"}, TypeError, "softmax_scale must be a number or None, got auto"),
+    ({"plan": (128, 128)}, TypeError, "plan must be a hopper_fa3.plan.Plan, got tuple"),
+    ({"sm_margin": -3}, ValueError, "sm_margin must be an integer of at least 0, got -3"),
+    ({"out": 1}, TypeError, "out must be a torch.Tensor, got 1"),
+    ({"out": torch.empty(2, 5, 4, 64)}, TypeError, "out must have q's dtype bfloat16, got float32"),
+    ({"out": torch.empty(2, 5, 2, 64, dtype=torch.bfloat16)}, ValueError,
+     "out must have shape (2, 5, 4, 64), got (2, 5, 2, 64)"),
+    ({"out": torch.empty(2, 5, 4, 64, dtype=torch.bfloat16, device="meta")}, ValueError,
+     "out must be on q's device cpu, got meta"),
+    ({"out": torch.empty(5, 4, 64, dtype=torch.bfloat16).expand(2, 5, 4, 64)}, ValueError,
+     "out must have an address of its own for every element, got strides (0, 256, 64, 1)"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "error", "message"), CALLS, ids=[row[2] for row in CALLS])
+def test_a_call_with_an_illegal_option(options, error, message):
+    with refused(error, message):
+        Problem.from_tensors(*tensors(), **options)
+
+
+def test_every_option_that_is_not_built_is_refused_by_a_call():
+    unbuilt = {row.fact for row in ILLEGAL if row.error is NotImplementedError} - {"left", "requires_grad"}
+    assert unbuilt <= {next(iter(options)) for options, error, _ in CALLS if error is NotImplementedError}
+
+
+SHAPES = (
+    ((2, 5, 4), None, None, "q must have shape (batch, seqlen_q, heads, head_dim), got (2, 5, 4)"),
+    (None, (14, 2, 64), None, "k must have shape (batch, seqlen_k, heads_k, head_dim), got (14, 2, 64)"),
+    (None, None, (2, 7, 2, 1, 64), "v must have shape (batch, seqlen_k, heads_k, head_dim_v), got (2, 7, 2, 1, 64)"),
+    ((3, 5, 4, 64), None, None, "q and k must have the same batch, got 3 and 2"),
+    (None, None, (1, 7, 2, 64), "k and v must have the same batch, got 2 and 1"),
+    (None, None, (2, 8, 2, 64), "k and v must have the same seqlen_k, got 7 and 8"),
+    (None, None, (2, 7, 1, 64), "k and v must have the same heads_k, got 2 and 1"),
+    ((2, 5, 4, 32), None, None, "q and k must have the same head_dim, got 32 and 64"),
+    ((2, 5, 5, 64), None, None, "heads must be a multiple of heads_k, which is at least 1, got 5 and 2"),
+    (None, (2, 7, 0, 64), (2, 7, 0, 64), "heads must be a multiple of heads_k, which is at least 1, got 4 and 0"),
+    ((2, 5, 4, 0), (2, 7, 2, 0), None, "head_dim must be at least 1, got 0"),
+    (None, None, (2, 7, 2, 0), "head_dim_v must be at least 1, got 0"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("q", "k", "v", "message"), SHAPES, ids=[row[-1] for row in SHAPES])
+def test_shapes_that_do_not_fit(q, k, v, message):
+    shapes = zip((q, k, v), tensors(), strict=True)
+    given = [torch.empty(shape or usual.shape) for shape, usual in shapes]
+    with refused(ValueError, message):
+        Problem.from_tensors(*given)
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_what_is_no_tensor(place):
+    given = list(tensors())
+    given[place] = [1.0]
+    with refused(TypeError, f"{'qkv'[place]} must be a torch.Tensor, got list"):
+        Problem.from_tensors(*given)
+
+
+def test_mixed_dtypes_and_devices():
+    q, k, v = tensors()
+    with refused(TypeError, "q, k and v must have one dtype, got torch.bfloat16, torch.bfloat16 and torch.float16"):
+        Problem.from_tensors(q, k, v.half())
+    with refused(RuntimeError, "q, k and v must have one device, got cpu, meta and cpu"):
+        Problem.from_tensors(q, k.to("meta"), v)
+    with refused(RuntimeError, "device must be the CPU or a CUDA GPU, got meta"):
+        Problem.from_tensors(*tensors("meta"))
+    with refused(TypeError, "dtype must be float16, bfloat16, float32 or float64 on the CPU, got float8_e4m3fn"):
+        Problem.from_tensors(*tensors(dtype=torch.float8_e4m3fn))
+
+
+@pytest.mark.parametrize("shape", [(2, 0, 4, 64), (0, 5, 4, 64), (2, 5, 0, 64)])
+def test_empty_shapes_are_legal(shape):
+    k = torch.empty(shape[0], 7, 2, 64)
+    asked = Problem.from_tensors(torch.empty(shape), k, k)
+    assert (asked.batch, asked.seqlen_q, asked.heads) == shape[:3] and asked.group == shape[2] // 2
+
+
+def test_a_problem_says_what_was_asked():
+    q, k, v = tensors(head_dim_v=32)
+    asked = Problem.from_tensors(q, k, v, causal=True, num_splits=0, pack_gqa=False, deterministic=True, sm_margin=4)
+    assert asked == Problem(torch.device("cpu"), torch.bfloat16, 2, 5, 7, 4, 2, 64, 32, 0.125, None, 0)
+    assert asked.group == 2 and hash(asked) == hash(replace(asked))
+    with pytest.raises(FrozenInstanceError):
+        asked.heads = 1
+
+
+@pytest.mark.parametrize("scale", [0, 0.0, -0.3, 1, Fraction(1, 2), 1.7e38])
+def test_scales_are_kept(scale):
+    asked = Problem.from_tensors(*tensors(), softmax_scale=scale)
+    assert asked.softmax_scale == float(scale) and type(asked.softmax_scale) is float
+
+
+@pytest.mark.parametrize(
+    ("window_size", "causal", "expected"),
+    [
+        ((-1, -1), False, (None, None)), ((None, None), False, (None, None)), ((-1, None), True, (None, 0)),
+        ((-1, 0), False, (None, 0)), ([-1, 0], False, (None, 0)), ((6, 0), False, (None, 0)),
+        ((7, 0), False, (None, 0)), ((5, 0), False, (5, 0)), ((0, -1), False, (0, None)), ((-1, 3), False, (None, 3)),
+        ((-1, 4), False, (None, None)),
+        ((-1, 2**31 - 1), False, (None, None)), ((2**31 - 1, 2**31 - 1), False, (None, None)),
+        ((-1, 3), True, (None, 0)), ((2**40, -1), True, (None, 0)),
+    ],
+)  # fmt: skip
+def test_bounds_of_5_queries_and_7_keys(window_size, causal, expected):
+    assert bounds(window_size, causal, 5, 7) == expected
+
+
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(1, 1), (1, 5), (5, 1), (4, 4), (3, 7), (7, 3)])
+def test_a_bound_is_kept_exactly_where_it_hides_a_key(seqlen_q, seqlen_k):
+    distances = [j - i - seqlen_k + seqlen_q for i in range(seqlen_q) for j in range(seqlen_k)]
+    for side in range(9):
+        left, _ = bounds((side, -1), False, seqlen_q, seqlen_k)
+        _, right = bounds((-1, side), False, seqlen_q, seqlen_k)
+        assert left == (side if any(distance < -side for distance in distances) else None)
+        assert right == (side if any(distance > side for distance in distances) else None)
+
+
+def test_causal_in_all_its_spellings_is_one_problem():
+    q, k, v = tensors(seqlen_q=7)
+    spellings = ({"causal": True}, {"window_size": (-1, 0)}, {"window_size": (6, 0)}, {"window_size": (None, 0)},
+                 {"window_size": (-1, 5), "causal": True})  # fmt: skip
+    assert len({Problem.from_tensors(q, k, v, **spelling) for spelling in spellings}) == 1
+    assert Problem.from_tensors(*tensors(seqlen_q=1), causal=True).right is None
+
+
+def test_static_holds_classes_and_presence(hopper):
+    asked = Problem.from_tensors(*tensors("cuda", head_dim=72, head_dim_v=200), causal=True, softmax_scale=-1.0)
+    assert asked.static == Static("bfloat16", 96, 256, True, False, True)
+    half = Problem.from_tensors(*tensors("cuda", torch.float16, head_dim=8, head_dim_v=128))
+    assert half.static == Static("float16", 64, 128, False, False, False)
+    shifted = Problem.from_tensors(*tensors("cuda"), window_size=(-1, 2))
+    assert shifted.right == 2 and shifted.static == Static("bfloat16", 64, 64, True, False, False)
+    assert hash(half.static) == hash(Static(*half.static)) and half.static != shifted.static
+
+
+@pytest.mark.parametrize(
+    ("numbers", "options", "error", "message"),
+    [
+        ({"dtype": torch.float32}, {}, TypeError, "dtype must be bfloat16 or float16 on CUDA, got float32"),
+        ({"dtype": torch.float8_e4m3fn}, {}, TypeError, "dtype must be bfloat16 or float16 on CUDA, got float8_e4m3fn"),
+        ({"head_dim": 260}, {}, ValueError, f"head_dim {DIMS}, got 260"),
+        ({"head_dim_v": 12}, {}, ValueError, f"head_dim_v {DIMS}, got 12"),
+        ({"seqlen_k": 2**30}, {}, ValueError, "seqlen_k must be less than 2**30, got 1073741824"),
+        ({"batch": 2**20, "heads": 2**5, "seqlen_q": 64 * 63 + 1}, {}, ValueError,
+         "batch * heads * ceil(seqlen_q / 64) must be at most 2**31 - 1, got 2147483648"),
+        ({}, {"sm_margin": 132}, ValueError, "the device's SMs minus sm_margin must be at least 1, got 0"),
+        ({}, {"sm_margin": 1.0}, ValueError, "sm_margin must be an integer of at least 0, got 1.0"),
+        ({}, {"plan": Plan(100, 128)}, ValueError, "tile_m must be 64, 128 or 192, got 100"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_refusals_on_cuda(numbers, options, error, message, hopper):
+    with refused(error, message):
+        Problem.from_tensors(*tensors("cuda", **numbers), **options)
+
+
+def test_what_is_legal_on_cuda(hopper):
+    tiles = {"batch": 2**20, "heads": 2**5, "seqlen_q": 64 * 63}
+    assert Problem.from_tensors(*tensors("cuda", **tiles), sm_margin=SMS - 1).device == torch.device("cuda", 0)
+    q, k, v = tensors("cuda")
+    assert Problem.from_tensors(q, k, v, plan=Plan(128, 128)).heads == 4
+    Problem.from_tensors(q, k, v, out=torch.empty(q.shape, dtype=q.dtype, device="cuda"))
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_gradients_on_cuda(place, hopper):
+    given = list(tensors("cuda"))
+    given[place] = torch.empty(given[place].shape, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    with refused(ROWS[-2][2], ROWS[-2][3]):
+        Problem.from_tensors(*given)
+    with torch.no_grad():
+        assert Problem.from_tensors(*given).batch == 2
+
+
+def test_gradients_and_out_on_the_cpu():
+    q, k, v = tensors()
+    out = torch.empty(q.shape, dtype=q.dtype)
+    v = v.clone().requires_grad_()
+    assert Problem.from_tensors(q, k, v).batch == 2
+    with refused(ROWS[-1][2], ROWS[-1][3]):
+        Problem.from_tensors(q, k, v, out=out)
+    with torch.no_grad():
+        assert Problem.from_tensors(q, k, v, out=out).batch == 2
+
+
+def test_the_device_is_asked_once(monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: asked.append(device) or (8, 6))
+    device = torch.device("cuda", 99)
+    assert [problem.architecture(device) for _ in range(3)] == ["sm_86"] * 3 and asked == [device]
+
+
+def test_another_gpu_is_refused(monkeypatch):
+    monkeypatch.setattr(problem, "architecture", lambda device: "sm_100")
+    monkeypatch.setattr(problem, "multiprocessors", lambda device: SMS)
+    with FakeTensorMode(), refused(RuntimeError, "the CUDA device must be sm_90 (H100, H200), got sm_100"):
+        Problem.from_tensors(*tensors("cuda"))
+
+
+PACKED = "qkv must have shape (batch, seqlen, 3, heads, head_dim) or (batch, seqlen, heads_q + 2 heads_k, head_dim)"
+
+
+@pytest.mark.parametrize(
+    ("shape", "heads", "message"),
+    [
+        ((2, 3, 4), None, f"{PACKED}, got (2, 3, 4)"),
+        ((2, 5, 2, 4, 8), None, f"{PACKED}, got (2, 5, 2, 4, 8)"),
+        ((2, 5, 3, 4, 8), 8, "num_heads_q must be the 4 heads of a 5-D qkv or None, got 8"),
+        ((2, 5, 6, 8), None, "num_heads_q must leave an even number of the 6 heads to k and v, got None"),
+        ((2, 5, 6, 8), 3, "num_heads_q must leave an even number of the 6 heads to k and v, got 3"),
+        ((2, 5, 6, 8), 6, "num_heads_q must leave an even number of the 6 heads to k and v, got 6"),
+        ((2, 5, 6, 8), 0, "num_heads_q must leave an even number of the 6 heads to k and v, got 0"),
+        ((2, 5, 6, 8), 2.0, "num_heads_q must leave an even number of the 6 heads to k and v, got 2.0"),
+    ],
+)
+def test_packed_shapes_that_do_not_fit(shape, heads, message):
+    with refused(ValueError, message):
+        split_packed(torch.empty(shape), heads)
+
+
+def test_packed_input_is_a_tensor():
+    with refused(TypeError, "qkv must be a torch.Tensor, got tuple"):
+        split_packed(tensors())
+
+
+def states(shape_a=(2, 5, 4, 8), shape_b=(2, 5, 4, 8), lse_a=(2, 4, 5), lse_b=(2, 4, 5), dtype_b=torch.float32):
+    return torch.empty(shape_a), torch.empty(lse_a), torch.empty(shape_b, dtype=dtype_b), torch.empty(lse_b)
+
+
+STATES = "out_a and out_b must have one shape (batch, seqlen_q, heads, head_dim_v) or (total, heads, head_dim_v)"
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        (states(dtype_b=torch.float64), TypeError,
+         "out_a and out_b must have one dtype, got torch.float32 and torch.float64"),
+        (states(dtype_b=torch.int32), TypeError, "out_b must be floating point, got int32"),
+        (states(shape_b=(2, 5, 4, 7)), ValueError, f"{STATES}, got (2, 5, 4, 8) and (2, 5, 4, 7)"),
+        (states((5, 4), (5, 4)), ValueError, f"{STATES}, got (5, 4) and (5, 4)"),
+        (states(lse_a=(2, 5, 4)), ValueError, "lse_a and lse_b must have shape (2, 4, 5), got (2, 5, 4) and (2, 4, 5)"),
+        (states(lse_b=(2, 4, 1)), ValueError, "lse_a and lse_b must have shape (2, 4, 5), got (2, 4, 5) and (2, 4, 1)"),
+        ((*states()[:3], None), TypeError, "lse_b must be a torch.Tensor, got None"),
+        ((*states()[:2], torch.empty(2, 5, 4, 8, device="meta"), states()[3]), RuntimeError,
+         "out_a and out_b must have one device, got cpu and meta"),
+    ],
+)  # fmt: skip
+def test_partial_results_that_do_not_fit(given, error, message):
+    with refused(error, message):
+        check_states(*given)
