@@ -22,7 +22,8 @@ def _recall(q, k, v, out, options):
             q.shape, q.stride(), q.dtype, q.device, q.data_ptr() % launch.TMA_ALIGNMENT,
             k.shape, k.stride(), k.dtype, k.device, k.data_ptr() % launch.TMA_ALIGNMENT,
             v.shape, v.stride(), v.dtype, v.device, v.data_ptr() % launch.TMA_ALIGNMENT,
-            None if out is None else (out.shape, out.stride(), out.dtype, out.device, out.data_ptr() % launch.TMA_ALIGNMENT),
+            out is not None
+            and (out.shape, out.stride(), out.dtype, out.device, out.data_ptr() % launch.TMA_ALIGNMENT),
             torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
             options,
         )  # fmt: skip

@@ -52,7 +52,7 @@ def prepare(problem, q, k, v, *, out=None, plan=None, sm_margin=0):
 
 
 def execute(recipe, q, k, v, out=None):
-    """Launch on torch's current stream of q's device; ``(out, lse)``. ``out`` is written where given, else allocated."""
+    """Launch on torch's current stream of q's device; ``(out, lse)``. Writes to ``out`` where it is given."""
     if out is None:
         out = torch.empty_like(recipe.out)
     lse = torch.empty_like(recipe.lse)
