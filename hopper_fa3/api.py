@@ -1,7 +1,43 @@
 """The public functions. No logic here: problem.py validates, reference.py and launch.py compute."""
 
+import torch
+
 from . import launch, reference
 from .problem import Problem, check_states, split_packed
+
+MEMO_ENTRIES = 4096  # one or two KiB each: bounds what a program with endlessly varying lengths keeps
+_recipes = {}  # signature of a CUDA call -> launch.Recipe: a call seen before skips validation and planning
+
+
+def _recall(q, k, v, out, options):
+    """``(signature, recipe)``: all that a CUDA call's recipe depends on, and the recipe of an equal call before it.
+
+    Both None where there is no signature (CPU tensors, what is no tensor); then Problem says what is wrong, if
+    anything. Built from raw attributes because host time counts: validating anew costs several times the launch.
+    """
+    try:
+        if not q.is_cuda:
+            return None, None
+        signature = (
+            q.shape, q.stride(), q.dtype, q.device, q.data_ptr() % launch.TMA_ALIGNMENT,
+            k.shape, k.stride(), k.dtype, k.device, k.data_ptr() % launch.TMA_ALIGNMENT,
+            v.shape, v.stride(), v.dtype, v.device, v.data_ptr() % launch.TMA_ALIGNMENT,
+            out is not None
+            and (out.shape, out.stride(), out.dtype, out.device, out.data_ptr() % launch.TMA_ALIGNMENT),
+            torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
+            options,
+        )  # fmt: skip
+        return signature, _recipes.get(signature)
+    except (AttributeError, TypeError):  # not tensors, or options that are no plain values
+        return None, None
+
+
+def _remember(signature, recipe):
+    if signature is None:
+        return
+    if len(_recipes) >= MEMO_ENTRIES:
+        _recipes.clear()
+    _recipes[signature] = recipe
 
 
 def flash_attn_func(
@@ -36,16 +72,24 @@ def flash_attn_func(
     Raises TypeError for dtypes, ValueError for shapes and values, NotImplementedError for what is not built yet,
     RuntimeError for devices other than the CPU and sm_90.
     """
-    problem = Problem.from_tensors(
-        q, k, v, softmax_scale=softmax_scale, causal=causal, qv=qv, q_descale=q_descale, k_descale=k_descale,
-        v_descale=v_descale, window_size=window_size, attention_chunk=attention_chunk, softcap=softcap,
-        num_splits=num_splits, pack_gqa=pack_gqa, deterministic=deterministic, sm_margin=sm_margin, sink=sink,
-        alibi_slopes=alibi_slopes, score=score, mask=mask, block_mask=block_mask, out=out, plan=plan,
+    options = (
+        softmax_scale, causal, qv, q_descale, k_descale, v_descale, window_size, attention_chunk, softcap, num_splits,
+        pack_gqa, deterministic, sm_margin, sink, alibi_slopes, score, mask, block_mask, plan,
     )  # fmt: skip
-    if problem.device.type == "cpu":
-        out, lse = reference.blockwise(problem, q, k, v, out=out)
-    else:
-        out, lse = launch.forward(problem, q, k, v, out=out, plan=plan, sm_margin=sm_margin)
+    signature, recipe = _recall(q, k, v, out, options)
+    if recipe is None:
+        problem = Problem.from_tensors(
+            q, k, v, softmax_scale=softmax_scale, causal=causal, qv=qv, q_descale=q_descale, k_descale=k_descale,
+            v_descale=v_descale, window_size=window_size, attention_chunk=attention_chunk, softcap=softcap,
+            num_splits=num_splits, pack_gqa=pack_gqa, deterministic=deterministic, sm_margin=sm_margin, sink=sink,
+            alibi_slopes=alibi_slopes, score=score, mask=mask, block_mask=block_mask, out=out, plan=plan,
+        )  # fmt: skip
+        if problem.device.type == "cpu":
+            out, lse = reference.blockwise(problem, q, k, v, out=out)
+            return (out, lse) if return_attn_probs else out
+        recipe = launch.prepare(problem, q, k, v, out=out, plan=plan, sm_margin=sm_margin)
+        _remember(signature, recipe)
+    out, lse = launch.execute(recipe, q, k, v, out)
     return (out, lse) if return_attn_probs else out
 
 

@@ -1,11 +1,14 @@
-"""Compiles kernels to sm_90a, with or without a GPU, and finds them again in memory. The only module that imports cutlass."""
+"""Compiles kernels to sm_90a, with or without a GPU, and finds them again in memory. The only module that imports
+cutlass.
+"""
 
 import os
 import tempfile
 import threading
 from pathlib import Path
 
-# Settings: read and set here only. The DSL takes its target from the environment; no GPU is needed to compile for sm_90a.
+# Settings: read and set here only. The DSL takes its target from the environment; no GPU is needed to compile for
+# sm_90a.
 os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")
 
 import cutlass
@@ -21,8 +24,9 @@ _lock = threading.RLock()  # the DSL's tracer and the kernel's name are global s
 def compiled(static, plan, options=()):
     """The launchable kernel for ``(static, plan)``: traced at the first request, found in memory afterwards.
 
-    The callable takes ``(q, k, v, out, lse, scale_log2, right, section, ctas)`` positionally, torch tensors as they are, and
-    launches on torch's current stream of the tensors' device. ``options`` are further options of the DSL's compiler.
+    The callable takes ``(q, k, v, out, lse, counter, scale_log2, right, section, ctas)`` positionally, torch tensors
+    as they are, and launches on torch's current stream of the tensors' device. ``options`` are further options of the
+    DSL's compiler.
     """
     key = (static, plan, options)
     function = _compiled.get(key)
@@ -52,7 +56,8 @@ def _trace(static, plan, options):
     # Without the mangled Python name: profilers then show one readable word.
     ForwardKernel.kernel.set_name_prefix(kernel.config.name, remove_cutlass_symbol=True, keep_mangled_name=False)
     function = cute.compile(kernel, *_arguments(static), options=" ".join(("--enable-tvm-ffi", *options)))
-    # Positional calls of the function under the keyword wrapper cost half as much host time. The wrapper is kept alive with it.
+    # Positional calls of the function under the keyword wrapper cost half as much host time. The wrapper is kept
+    # alive with it.
     return getattr(function, "_tvm_ffi_function", function)
 
 
@@ -74,5 +79,8 @@ def _arguments(static):
     lse = cute.runtime.make_fake_tensor(
         cutlass.Float32, (batch, heads, seqlen_q), (cute.sym_int64(), cute.sym_int64(), 1), assumed_align=4
     )
+    counter = (
+        cute.runtime.make_fake_compact_tensor(cutlass.Int32, (2,), assumed_align=4) if static.right_bound else None
+    )
     scalars = (cutlass.Float32(1.0), cutlass.Int32(0), cutlass.Int32(1), cutlass.Int32(1))
-    return q, k, v, out, lse, *scalars, cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+    return q, k, v, out, lse, counter, *scalars, cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)

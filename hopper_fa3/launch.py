@@ -1,85 +1,96 @@
 """Allocates the results, prepares the arguments and launches. It validates nothing: problem.py did."""
 
-import functools
 import math
 from typing import NamedTuple
 
 import torch
 
 from . import plan as planning
+from .problem import multiprocessors
 
 # Below the smallest normal float32 a scale would be flushed to 0, and 0 times a masked score of -inf is NaN.
 SMALLEST_SCALE = 1.1754943508222875e-38
 TMA_ALIGNMENT = 16  # bytes: base address and strides of what TMA reads and writes
 
 
+_counters = {}  # (device index, stream) -> two int32
+
+
 class Recipe(NamedTuple):
-    """All that a launch needs besides the tensors; the same for every call of equal shapes, strides, dtypes and options."""
+    """All that a launch needs besides the tensors; the same for every call of equal shapes, strides, dtypes and
+    options.
+    """
 
     function: object  # None: there is no work
+    dynamic: bool  # the kernel takes its tiles from a counter
     scalars: tuple  # scale_log2, right, section, ctas
-    out_shape: tuple
-    lse_shape: tuple
-    dtype: torch.dtype
-    device: torch.device
-    fits: tuple  # q, k, v, out: True where TMA takes the tensor as it is
-
-
-def forward(problem, q, k, v, *, out=None, plan=None, sm_margin=0):
-    """``(out, lse)`` of a validated CUDA problem, on torch's current stream of its device."""
-    return execute(prepare(problem, q, k, v, out=out, plan=plan, sm_margin=sm_margin), q, k, v, out)
+    out: torch.Tensor  # one element expanded to the result's shape: empty_like takes half the host time of empty
+    lse: torch.Tensor
+    fits: bool  # TMA takes q, k, v and out as they are
 
 
 def prepare(problem, q, k, v, *, out=None, plan=None, sm_margin=0):
-    """The recipe for calls like this one; compiles the kernel where it is new."""
-    function, scalars = None, ()
+    """The recipe for calls like this one, of a validated CUDA problem; compiles the kernel where it is new."""
+    function, dynamic, scalars = None, False, ()
     if problem.batch and problem.heads and problem.seqlen_q and problem.seqlen_k:
         from .compile import compiled  # imports the DSL (seconds): only where a kernel is launched
 
         static = problem.static
         plan = plan or planning.choose(static)
-        function = compiled(static, plan)
+        function, dynamic = compiled(static, plan), planning.forward_config(static, plan).dynamic
         ctas = min(planning.tiles(problem, plan), multiprocessors(problem.device) - sm_margin)
         right = 0 if problem.right is None else problem.right
         scalars = (scale_log2(problem.softmax_scale), right, planning.heads_per_section(problem), ctas)
     return Recipe(
         function,
+        dynamic,
         scalars,
-        (problem.batch, problem.seqlen_q, problem.heads, problem.head_dim_v),
-        (problem.batch, problem.heads, problem.seqlen_q),
-        problem.dtype,
-        problem.device,
-        tuple(tensor is None or tma_reads(tensor) for tensor in (q, k, v, out)),
+        q.new_empty(1).expand(problem.batch, problem.seqlen_q, problem.heads, problem.head_dim_v),
+        q.new_empty(1, dtype=torch.float32).expand(problem.batch, problem.heads, problem.seqlen_q),
+        all(tma_reads(tensor) for tensor in (q, k, v, out) if tensor is not None),
     )
 
 
 def execute(recipe, q, k, v, out=None):
-    """Launch. ``out`` is written where given, else allocated; the LSE is always written."""
+    """Launch on torch's current stream of q's device; ``(out, lse)``. Writes to ``out`` where it is given."""
     if out is None:
-        out = torch.empty(recipe.out_shape, dtype=recipe.dtype, device=recipe.device)
-    lse = torch.empty(recipe.lse_shape, dtype=torch.float32, device=recipe.device)
+        out = torch.empty_like(recipe.out)
+    lse = torch.empty_like(recipe.lse)
     if recipe.function is None:  # no query: nothing to write; no key: every row sees none
         out.zero_()
         lse.fill_(-math.inf)
-    elif recipe.fits == (True, True, True, True):
-        recipe.function(q, k, v, out, lse, *recipe.scalars)
+        return out, lse
+    counter = tile_counter(q.device) if recipe.dynamic else None
+    if recipe.fits:
+        recipe.function(q, k, v, out, lse, counter, *recipe.scalars)
     else:
         target = writable(out)
-        recipe.function(readable(q), readable(k), readable(v), target, lse, *recipe.scalars)
+        recipe.function(readable(q), readable(k), readable(v), target, lse, counter, *recipe.scalars)
         if target.data_ptr() != out.data_ptr():
             out.copy_(target)
     return out, lse
+
+
+def tile_counter(device):
+    """The kernel's tile counter: zero between launches, because the last CTA of a launch resets it.
+
+    Launches on one stream follow each other and share one; launches on different streams must not. A captured graph
+    gets its own, zeroed inside the graph: it may be replayed on any stream.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(2, dtype=torch.int32, device=device)
+    # torch.cuda.current_stream() builds a Stream object around the same number: 3 us of a 20 us call
+    key = (device.index, torch._C._cuda_getCurrentRawStream(device.index))
+    counter = _counters.get(key)
+    if counter is None:
+        counter = _counters[key] = torch.zeros(2, dtype=torch.int32, device=device)
+    return counter
 
 
 def scale_log2(softmax_scale):
     """Softmax scale in base 2, never 0; its sign is part of the compiled kernel."""
     value = softmax_scale * math.log2(math.e)
     return math.copysign(max(abs(value), SMALLEST_SCALE), value)
-
-
-@functools.cache
-def multiprocessors(device):
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def tma_reads(tensor):

@@ -58,7 +58,8 @@ def standard(q, k, v, *, softmax_scale=None, left=None, right=None, compute_dtyp
     finite = _all_finite(v)
     for entry, head in itertools.product(range(batch), range(heads)):
         queries, keys, values = (
-            tensor[entry, :, index].to(dtype) for tensor, index in ((q, head), (k, head // group), (v, head // group))
+            tensor[entry, :, index].to(dtype).contiguous()
+            for tensor, index in ((q, head), (k, head // group), (v, head // group))
         )
         scores = (queries @ keys.mT * scale).to(lse.dtype)
         if hidden is not None:

@@ -19,7 +19,9 @@ class Barrier(IntEnum):
 
 @dataclass(frozen=True)
 class Turns:
-    """Ping-pong: a warpgroup issues its matrix products only in its turn, so one's softmax runs under the others' products."""
+    """Ping-pong: a warpgroup issues its matrix products only in its turn, so one's softmax runs under the others'
+    products.
+    """
 
     warpgroups: int
     enabled: bool

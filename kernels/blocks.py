@@ -9,7 +9,8 @@ from cutlass import Int32, const_expr
 
 @dataclass(frozen=True)
 class Band:
-    """Keys that a query sees: ``j <= i + seqlen_k - seqlen_q + right`` where a right bound is present, and ``j < seqlen_k``.
+    """Keys that a query sees: ``j <= i + seqlen_k - seqlen_q + right`` where a right bound is present, and ``j <
+    seqlen_k``.
 
     Masks align to the bottom right: the last query sees the last key when ``right`` is 0 (causal).
     """
@@ -27,10 +28,12 @@ class Band:
 
     @cute.jit
     def blocks(self, row_begin: Int32, rows: Int32, seqlen_q: Int32, seqlen_k: Int32, right: Int32):
-        """``(full, end)`` for the rows from ``row_begin``: blocks [0, full) need no mask, [full, end) do, later ones are not seen."""
+        """``(full, end, keys)`` for the rows from ``row_begin``: blocks [0, full) need no mask, [full, end) do, no
+        row sees a later one. ``keys`` counts the leading keys that any of the rows sees.
+        """
         fewest = self.key_limit(row_begin, seqlen_q, seqlen_k, right)
         last_row = cutlass.min(row_begin + rows, seqlen_q) - 1
-        most = self.key_limit(last_row, seqlen_q, seqlen_k, right)
+        keys = cutlass.max(self.key_limit(last_row, seqlen_q, seqlen_k, right), 0)
         full = cutlass.max(fewest, 0) // self.tile_n
-        end = (cutlass.max(most, 0) + self.tile_n - 1) // self.tile_n
-        return full, end
+        end = (keys + self.tile_n - 1) // self.tile_n
+        return full, end, keys

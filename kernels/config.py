@@ -10,14 +10,17 @@ SHARED_ALIGNMENT = 1024  # bytes; the 128-byte swizzle of TMA and WGMMA repeats 
 ELEMENT_BYTES = 2  # bf16 and fp16
 
 OTHER_REGISTERS = 24  # addresses, row statistics and loop state: seen in the compiled kernels
-# Registers per thread after setmaxnreg, by number of consumer warpgroups: (producer, consumer). The sum over warpgroups must
-# stay within 65,536 / 128 = 512 registers per "thread column", and each is a multiple of 8. The producer needs few: it issues TMA only.
+# Registers per thread after setmaxnreg, by number of consumer warpgroups: (producer, consumer). The sum over
+# warpgroups must stay within 65,536 / 128 = 512 registers per "thread column", and each is a multiple of 8. The
+# producer needs few: it issues TMA only.
 REGISTERS = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
 
 
 @dataclass(frozen=True)
 class ForwardConfig:
-    """One compiled forward kernel. ``head_dim`` and ``head_dim_v`` are tile classes; exact extents are run-time values."""
+    """One compiled forward kernel. ``head_dim`` and ``head_dim_v`` are tile classes; exact extents are run-time
+    values.
+    """
 
     dtype: str
     head_dim: int
@@ -29,7 +32,6 @@ class ForwardConfig:
     stages: int
     pingpong: bool
     overlap: bool
-    early_rescale: bool
 
     @property
     def name(self):
@@ -53,6 +55,11 @@ class ForwardConfig:
     def registers(self):
         """(producer, consumer) registers per thread."""
         return REGISTERS[self.consumer_warpgroups]
+
+    @property
+    def dynamic(self):
+        """True where tiles are of unequal length, so that CTAs fetch them from a counter."""
+        return self.right_bound
 
     @property
     def query_bytes(self):
@@ -79,7 +86,9 @@ class ForwardConfig:
         )  # the barriers fill less than one alignment unit
 
     def spare_registers(self):
-        """Registers left per consumer thread beside S and O (float32), P (16 bit) and OTHER_REGISTERS; negative: it would spill."""
+        """Registers left per consumer thread beside S and O (float32), P (16 bit) and OTHER_REGISTERS; negative: it
+        would spill.
+        """
         scores, probabilities, output = self.tile_n // 2, self.tile_n // 4, self.head_dim_v // 2
         return self.registers[1] - scores - probabilities - output - OTHER_REGISTERS
 
@@ -108,7 +117,7 @@ class ForwardConfig:
             ),
             (
                 self.separate_output or self.head_dim_v <= self.head_dim,
-                f"the O tile (head_dim_v {self.head_dim_v}) must fit beside or inside the Q tile (head_dim {self.head_dim})",
+                f"O (head_dim_v {self.head_dim_v}) must fit beside or inside Q (head_dim {self.head_dim})",
             ),
             (
                 self.smem_bytes() <= SHARED_MEMORY_LIMIT,

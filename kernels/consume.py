@@ -24,7 +24,7 @@ from .products import (
     new_left_operand,
     rows_and_columns,
 )
-from .schedule import PersistentSchedule
+from .schedule import SLOTS, Schedule, TileQueue
 from .softmax import QUAD, ROWS, Softmax, rescale_rows
 
 
@@ -35,7 +35,6 @@ class Rows(NamedTuple):
     probabilities: cute.Tensor
     extreme: cute.Tensor
     sum: cute.Tensor
-    rescale: cute.Tensor
     key_limits: cute.Tensor  # keys that each row sees, less the thread's first column
 
 
@@ -44,13 +43,22 @@ class Consumer:
     config: ForwardConfig
     dtype: type
     band: Band
-    schedule: PersistentSchedule
+    schedule: Schedule
     turns: Turns
     softmax: Softmax
 
     @cute.jit
-    def run(self, tensors: tuple, shared: tuple, output: cute.Tensor, lse: cute.Tensor, pipes: tuple, run: RunTime):
-        """All tiles of this CTA; one warpgroup's 64 rows of each. ``output`` is this warpgroup's piece of shared memory for O."""
+    def run(
+        self,
+        tensors: tuple,
+        shared: tuple,
+        output: cute.Tensor,
+        lse: cute.Tensor,
+        pipes: tuple,
+        queue: TileQueue,
+        run: RunTime,
+    ):
+        """All tiles of this CTA; one warpgroup's 64 rows of each. ``output``: this warpgroup's shared memory for O."""
         config = self.config
         tiled_q, tiled_k, _, tiled_o = tensors
         q_pipe, k_pipe, v_pipe = pipes
@@ -64,30 +72,32 @@ class Consumer:
         consumer = pipeline.PipelineUserType.Consumer
         k_state = pipeline.make_pipeline_state(consumer, config.stages)
         v_state = pipeline.make_pipeline_state(consumer, config.stages)
+        queue_state = pipeline.make_pipeline_state(consumer, SLOTS)
+        q_state = pipeline.PipelineState(config.consumer_warpgroups, Int32(0), warpgroup, Int32(0))
         self.turns.open(warpgroup)
-        for round_index in cutlass.range(self.schedule.rounds(seqlen_q, heads, batch), unroll=1):
-            m_block, head, batch_index = self.schedule.tile(round_index, seqlen_q, heads, batch, run.section)
-            full, end = self.band.blocks(m_block * config.tile_m, config.tile_m, seqlen_q, seqlen_k, run.right)
+        index, tiles = self.schedule.first(), self.schedule.count(seqlen_q, heads, batch)
+        while index < tiles:
+            m_block, head, batch_index = self.schedule.coordinates(index, seqlen_q, heads, batch, run.section)
+            full, end, _ = self.band.blocks(m_block * config.tile_m, config.tile_m, seqlen_q, seqlen_k, run.right)
             first_row = m_block * config.tile_m + warpgroup * WGMMA_M + thread // QUAD // 8 * 16 + thread // QUAD % 8
             rows = self.start_rows(products, first_row, seqlen_q, seqlen_k, run)
-            # Main loop; Q has one stage a warpgroup, which each tile fills once
-            q_state = pipeline.PipelineState(config.consumer_warpgroups, Int32(0), warpgroup, round_index % 2)
+            # Main loop
             q_pipe.consumer_wait(q_state)
             if end > 0:
                 k_state = self.first_block(products, k_pipe, k_state, rows, warpgroup, full, end, run)
-                for step in cutlass.range(end - cutlass.min(full, end - 1) - 1, unroll=1):
+                unmasked = cutlass.min(full, end - 1)
+                for block in cutlass.range(end - 2, unmasked - 1, -1, unroll=1):
                     k_state, v_state = self.block(
-                        products, pipes, k_state, v_state, rows, warpgroup, run, end - 2 - step, masked=True
+                        products, pipes, k_state, v_state, rows, warpgroup, run, block, masked=True
                     )
-                for step in cutlass.range(cutlass.min(full, end - 1), unroll=1):
+                for block in cutlass.range(unmasked - 1, -1, -1, unroll=1):
                     k_state, v_state = self.block(
-                        products, pipes, k_state, v_state, rows, warpgroup, run, step, masked=False
+                        products, pipes, k_state, v_state, rows, warpgroup, run, block, masked=False
                     )
-                if const_expr(config.separate_output):
-                    q_pipe.consumer_release(q_state)
-                v_state = self.last_output(products, v_pipe, v_state, rows)
-            elif const_expr(config.separate_output):
+            if const_expr(config.separate_output):
                 q_pipe.consumer_release(q_state)
+            if end > 0:
+                v_state = self.last_output(products, v_pipe, v_state, rows)
             # O and LSE leave
             inverse, row_lse = self.softmax.finish(rows.extreme, rows.sum, run.scale_log2)
             normalise(rows_and_columns(rows.acc_o), inverse, row_lse, rows.key_limits, self.band)
@@ -102,6 +112,9 @@ class Consumer:
                     cute.arch.cp_async_bulk_wait_group(0, read=True)
             if const_expr(not config.separate_output):
                 q_pipe.consumer_release(q_state)
+            # Q has one stage a warpgroup: the next tile finds the same stage in the other phase
+            q_state = pipeline.PipelineState(config.consumer_warpgroups, Int32(0), warpgroup, q_state.phase ^ 1)
+            index, queue_state = self.schedule.receive(queue, queue_state, index)
         self.turns.close(warpgroup)
         if is_store_warp:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
@@ -114,11 +127,10 @@ class Consumer:
         acc_o.fill(0.0)
         scores = new_accumulator(products.qk_first, (WGMMA_M, config.tile_n))
         extreme, row_sum = self.softmax.start(run.scale_log2)
-        rescale = cute.make_rmem_tensor(ROWS, cutlass.Float32)
         key_limits = cute.make_rmem_tensor(ROWS, Int32)
         for row in cutlass.range_constexpr(ROWS):
             key_limits[row] = self.band.key_limit(first_row + 8 * row, seqlen_q, seqlen_k, run.right)
-        return Rows(acc_o, new_left_operand(scores, self.dtype), extreme, row_sum, rescale, key_limits)
+        return Rows(acc_o, new_left_operand(scores, self.dtype), extreme, row_sum, key_limits)
 
     @cute.jit
     def mask(self, scores: cute.Tensor, rows: Rows, block: Int32):
@@ -145,8 +157,10 @@ class Consumer:
         k_state.advance()
         if full < end:
             self.mask(scores, rows, end - 1)
-        rescale = self.softmax.step(rows_and_columns(scores), rows.extreme, rows.sum, run.scale_log2)
-        rows.rescale.store(rescale.load())
+        view = rows_and_columns(scores)
+        rescale, shift = self.softmax.update(view, rows.extreme, run.scale_log2)
+        for row in cutlass.range_constexpr(ROWS):
+            self.softmax.exponentiate(view, row, rows.sum, rescale, shift, run.scale_log2)
         rows.probabilities.store(as_left_operand(scores).load().to(self.dtype))
         return k_state
 
@@ -163,7 +177,9 @@ class Consumer:
         block: Int32,
         masked: cutlass.Constexpr[bool],
     ):
-        """Scores of ``block`` and P V of the block visited before it, in flight together; softmax runs under the latter."""
+        """Scores of ``block`` and P V of the block visited before it, in flight together; softmax runs under the
+        latter.
+        """
         config = self.config
         _, k_pipe, v_pipe = pipes
         scores = new_accumulator(products.qk_first, (WGMMA_M, config.tile_n))
@@ -172,27 +188,25 @@ class Consumer:
         self.turns.wait(warpgroup)
         wgmma.fence()
         issue_scores(products, scores, k_state.index)
-        if const_expr(config.early_rescale):
-            rescale_rows(rows_and_columns(rows.acc_o), rows.rescale)
-            wgmma.fence()
         v_pipe.consumer_wait(v_state)
         issue_output(products, rows.acc_o, rows.probabilities, v_state.index)
         self.turns.give(warpgroup)
-        # Softmax under P V; without overlap both products end first
+        # P V runs on under the row maximum here and under the other warpgroups' softmax; without overlap both
+        # products end first
         wgmma.wait_group(1 if config.overlap else 0)
         k_pipe.consumer_release(k_state)
         if const_expr(masked):
             self.mask(scores, rows, block)
-        rescale = self.softmax.step(rows_and_columns(scores), rows.extreme, rows.sum, run.scale_log2)
-        if const_expr(config.overlap):
-            v_pipe.consumer_wait(v_state)
-            wgmma.wait_group(0)
+        view = rows_and_columns(scores)
+        rescale, shift = self.softmax.update(view, rows.extreme, run.scale_log2)
+        # Not after the exponentials: V's stage is then refilled in time, and rescaling O hides under MUFU (5 % at
+        # head_dim 128)
+        wgmma.wait_group(0)
         v_pipe.consumer_release(v_state)
+        for row in cutlass.range_constexpr(ROWS):
+            self.softmax.exponentiate(view, row, rows.sum, rescale, shift, run.scale_log2)
         rows.probabilities.store(as_left_operand(scores).load().to(self.dtype))
-        if const_expr(config.early_rescale):
-            rows.rescale.store(rescale.load())
-        else:
-            rescale_rows(rows_and_columns(rows.acc_o), rescale)
+        rescale_rows(rows_and_columns(rows.acc_o), rescale)
         k_state.advance()
         v_state.advance()
         return k_state, v_state
@@ -200,8 +214,6 @@ class Consumer:
     @cute.jit
     def last_output(self, products: Products, v_pipe, v_state, rows: Rows):
         """P V of the last visited block."""
-        if const_expr(self.config.early_rescale):
-            rescale_rows(rows_and_columns(rows.acc_o), rows.rescale)
         v_pipe.consumer_wait(v_state)
         wgmma.fence()
         issue_output(products, rows.acc_o, rows.probabilities, v_state.index)

@@ -18,12 +18,14 @@ from .softmax import QUAD, ROWS
 def normalise(
     acc_o: cute.Tensor, inverse: cute.Tensor, row_lse: cute.Tensor, key_limits: cute.Tensor, band: cutlass.Constexpr
 ):
-    """Divide each row of O (2 rows, columns) by its sum. A row that sees no key becomes 0 with LSE -inf, whatever V held."""
+    """Divide each row of O (2 rows, columns) by its sum. A row that sees no key becomes 0 with LSE -inf, whatever V
+    held.
+    """
     for row in cutlass.range_constexpr(ROWS):
         if const_expr(band.right_bound):
             sees_none = key_limits[row] <= 0
             row_lse[row] = cutlass.select_(sees_none, Float32(-math.inf), row_lse[row])
-        for column in cutlass.range_constexpr(cute.size(acc_o, mode=[1])):
+        for column in cutlass.range(cute.size(acc_o, mode=[1]), unroll_full=True):
             value = acc_o[row, column] * inverse[row]
             if const_expr(band.right_bound):
                 value = cutlass.select_(sees_none, Float32(0.0), value)
@@ -42,7 +44,9 @@ def store_lse(lse: cute.Tensor, values: cute.Tensor, first_row: Int32, head: Int
 
 @cute.jit
 def wait_output_free(warpgroup: Int32, is_store_warp: Boolean):
-    """Return when the warpgroup may write its O buffer: the last store has read it, and no warp still reads Q from it."""
+    """Return when the warpgroup may write its O buffer: the last store has read it, and no warp still reads Q from
+    it.
+    """
     if is_store_warp:
         cute.arch.cp_async_bulk_wait_group(0, read=True)
     sync_warpgroup(warpgroup)

@@ -9,7 +9,7 @@ from functools import partial
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, pipeline
+from cutlass import Float32, Int32, const_expr, pipeline
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
@@ -18,8 +18,9 @@ from .barriers import Turns
 from .blocks import Band
 from .config import SHARED_ALIGNMENT, WARPGROUP_THREADS, WGMMA_M, ForwardConfig
 from .consume import Consumer
-from .load import load_tile, tile_source
-from .schedule import PersistentSchedule
+from .kv_source import DenseValues
+from .load import Producer
+from .schedule import SLOTS, Schedule, TileQueue
 from .smem import forward_layouts, forward_storage
 from .softmax import Softmax
 
@@ -40,7 +41,8 @@ class ForwardKernel:
         self.config = config
         self.dtype = DTYPES[config.dtype]
         self.band = Band(config.tile_n, config.right_bound)
-        self.schedule = PersistentSchedule(config.tile_m, longest_first=config.right_bound)
+        self.schedule = Schedule(config.tile_m, dynamic=config.dynamic)
+        self.values = DenseValues(config.tile_n, config.head_dim_v, cut=config.right_bound)
         self.turns = Turns(config.consumer_warpgroups, config.pingpong)
 
     @cute.jit
@@ -51,13 +53,16 @@ class ForwardKernel:
         v: cute.Tensor,
         out: cute.Tensor,
         lse: cute.Tensor,
+        counter: cute.Tensor,
         scale_log2: Float32,
         right: Int32,
         section: Int32,
         ctas: Int32,
         stream: cuda.CUstream,
     ):
-        """q, k, v, out: (batch, length, heads, head_dim) in 16 bit, last stride 1; lse: (batch, heads, seqlen_q) float32."""
+        """q, k, v, out: (batch, length, heads, head_dim) in 16 bit, last stride 1; lse: (batch, heads, seqlen_q)
+        float32.
+        """
         config, dtype = self.config, self.dtype
         # TMA atoms
         q_layout, k_layout, v_layout, o_layout = forward_layouts(config, dtype)
@@ -69,32 +74,33 @@ class ForwardKernel:
             *atom(load_op, heads_last(k), cute.slice_(k_layout, one), (config.tile_n, config.head_dim))
         )
         tiled_v = TiledTensor(
-            *atom(load_op, heads_last(v), cute.slice_(v_layout, one), (config.tile_n, config.head_dim_v))
+            *atom(
+                load_op, self.values.view(heads_last(v)), cute.slice_(v_layout, one), (config.tile_n, config.head_dim_v)
+            )
         )
         tiled_o = TiledTensor(
             *atom(store_op, heads_last(out), cute.slice_(o_layout, one), (WGMMA_M, config.head_dim_v))
         )
         # Launch: persistent, one CTA an SM; without min_blocks_per_mp setmaxnreg would vanish
         tensors = (tiled_q, tiled_k, tiled_v, tiled_o)
-        self.kernel(tensors, lse, RunTime(scale_log2, right, section)).launch(
+        self.kernel(tensors, lse, counter, RunTime(scale_log2, right, section)).launch(
             grid=(ctas, 1, 1), block=(config.threads, 1, 1), stream=stream, min_blocks_per_mp=1
         )
 
     @cute.kernel
-    def kernel(self, tensors: tuple, lse: cute.Tensor, run: RunTime):
+    def kernel(self, tensors: tuple, lse: cute.Tensor, counter: cute.Tensor, run: RunTime):
         config = self.config
-        tiled_q, tiled_k, tiled_v, tiled_o = tensors
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         # Descriptors, shared memory, barriers
         if warp == 0:
             for tiled in tensors:
                 cpasync.prefetch_descriptor(tiled.atom)
-        storage = SmemAllocator().allocate(forward_storage(config, self.dtype))
+        storage = SmemAllocator().allocate(self.storage())
         q_layout, k_layout, v_layout, o_layout = forward_layouts(config, self.dtype)
         s_q = storage.q.get_tensor(q_layout.outer, swizzle=q_layout.inner)
         s_k = storage.k.get_tensor(k_layout.outer, swizzle=k_layout.inner)
         s_v = storage.v.get_tensor(v_layout.outer, swizzle=v_layout.inner)
-        pipes = self.pipelines(storage)
+        pipes, queue = self.pipelines(storage), self.tile_queue(storage, counter)
         pipeline.pipeline_init_arrive(is_relaxed=True)
         pipeline.pipeline_init_wait()
         # Roles
@@ -102,13 +108,21 @@ class ForwardKernel:
         if warp < WARPS_PER_WARPGROUP:
             cute.arch.setmaxregister_decrease(producer_registers)
             if warp == 0:
-                self.produce((tiled_q, tiled_k, tiled_v), (s_q, s_k, s_v), pipes, run)
+                producer = Producer(config, self.band, self.values, self.schedule)
+                producer.run(tensors, (s_q, s_k, s_v), pipes, queue, run)
         else:
             cute.arch.setmaxregister_increase(consumer_registers)
             output = self.output_piece(storage, o_layout, warp // WARPS_PER_WARPGROUP - 1)
             softmax = Softmax(config.negative_scale)
             consumer = Consumer(config, self.dtype, self.band, self.schedule, self.turns, softmax)
-            consumer.run(tensors, (s_q, s_k, s_v), output, lse, pipes, run)
+            consumer.run(tensors, (s_q, s_k, s_v), output, lse, pipes, queue, run)
+
+    def storage(self):
+        """The struct of shared memory; ForwardConfig's arithmetic, by which plans are chosen, must not promise less."""
+        storage = forward_storage(self.config, self.dtype)
+        if storage.size_in_bytes() > self.config.smem_bytes():
+            raise ValueError(f"{self.config.name}: {storage.size_in_bytes()} bytes, planned {self.config.smem_bytes()}")
+        return storage
 
     @cute.jit
     def output_piece(self, storage, layout, warpgroup: Int32):
@@ -145,33 +159,16 @@ class ForwardKernel:
         )
 
     @cute.jit
-    def produce(self, tensors: tuple, shared: tuple, pipes: tuple, run: RunTime):
-        """Load, for each tile of this CTA: K of the last block, Q, then K one block ahead of V, from the last block to the first."""
-        config = self.config
-        tiled_q, tiled_k, tiled_v = tensors
-        s_q, s_k, s_v = shared
-        q_pipe, k_pipe, v_pipe = pipes
-        seqlen_q, _, heads, batch = tiled_q.tensor.shape
-        seqlen_k, _, heads_k, _ = tiled_k.tensor.shape
-        group = heads // heads_k
-        producer = pipeline.PipelineUserType.Producer
-        q_state = pipeline.make_pipeline_state(producer, config.consumer_warpgroups)
-        k_state = pipeline.make_pipeline_state(producer, config.stages)
-        v_state = pipeline.make_pipeline_state(producer, config.stages)
-        for round_index in cutlass.range(self.schedule.rounds(seqlen_q, heads, batch), unroll=1):
-            m_block, head, batch_index = self.schedule.tile(round_index, seqlen_q, heads, batch, run.section)
-            _, end = self.band.blocks(m_block * config.tile_m, config.tile_m, seqlen_q, seqlen_k, run.right)
-            head_k = head // group
-            q_source = tile_source(tiled_q, s_q, (WGMMA_M, config.head_dim), head, batch_index)
-            k_source = tile_source(tiled_k, s_k, (config.tile_n, config.head_dim), head_k, batch_index)
-            v_source = tile_source(tiled_v, s_v, (config.tile_n, config.head_dim_v), head_k, batch_index)
-            if end > 0:
-                k_state = load_tile(k_source, k_pipe, k_state, end - 1)
-            # Also for a tile that sees no key: the turn of Q's buffer, which O may share, stays the same for all
-            for piece in cutlass.range_constexpr(config.consumer_warpgroups):
-                q_state = load_tile(q_source, q_pipe, q_state, m_block * config.consumer_warpgroups + piece)
-            if end > 0:
-                for step in cutlass.range(end - 1, unroll=1):
-                    k_state = load_tile(k_source, k_pipe, k_state, end - 2 - step)
-                    v_state = load_tile(v_source, v_pipe, v_state, end - 1 - step)
-                v_state = load_tile(v_source, v_pipe, v_state, Int32(0))
+    def tile_queue(self, storage, counter: cute.Tensor) -> TileQueue:
+        """Slots and barriers through which the producer warp hands tile indices to every consumer warp."""
+        if const_expr(not self.config.dynamic):
+            return TileQueue(None, None, None)
+        group = partial(pipeline.CooperativeGroup, pipeline.Agent.Thread)
+        pipe = pipeline.PipelineAsync.create(
+            barrier_storage=storage.queue_barriers.data_ptr(),
+            num_stages=SLOTS,
+            producer_group=group(1),
+            consumer_group=group(WARPS_PER_WARPGROUP * self.config.consumer_warpgroups),
+            defer_sync=True,
+        )
+        return TileQueue(counter, storage.queue_slots.get_tensor(cute.make_layout(SLOTS)), pipe)

@@ -1,42 +1,81 @@
 """The producer warp: moves Q, K and V tiles to shared memory by TMA."""
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, pipeline
 from cutlass.cute.nvgpu import cpasync
 
-from .args import TiledTensor
-
-
-class Source(NamedTuple):
-    """The tiles of one head and where they go: ``tiles[None, i]`` in global, ``stages[None, s]`` in shared memory."""
-
-    atom: cute.CopyAtom
-    tiles: cute.Tensor
-    stages: cute.Tensor
+from .args import RunTime, TiledTensor
+from .blocks import Band
+from .config import WGMMA_M, ForwardConfig
+from .kv_source import DenseValues
+from .schedule import SLOTS, Schedule, TileQueue
 
 
 @cute.jit
-def tile_source(
-    operand: TiledTensor, shared: cute.Tensor, shape: cutlass.Constexpr, head: Int32, batch: Int32
-) -> Source:
-    """Cut one head of a global tensor (length, head_dim, heads, batch) into tiles of ``shape``."""
-    of_head = operand.tensor[None, None, head, batch]
-    tiles = cute.local_tile(of_head, shape, (None, 0))
+def head_tiles(tiled: TiledTensor, shared: cute.Tensor, box: cutlass.Constexpr, head: Int32, batch: Int32):
+    """``(tiles, stages)`` of one head: a global tensor (length, head_dim, heads, batch) cut into boxes, and their
+    stages.
+    """
+    tiles = cute.local_tile(tiled.tensor[None, None, head, batch], box, (None, 0))
     stages, tiles = cpasync.tma_partition(
-        operand.atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(tiles, 0, 2)
+        tiled.atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(tiles, 0, 2)
     )
-    return Source(operand.atom, tiles, stages)
+    return tiles, stages
 
 
 @cute.jit
-def load_tile(source: Source, pipe, state, tile: Int32):
+def load(atom: cute.CopyAtom, source: cute.Tensor, stages: cute.Tensor, pipe, state):
     """Wait until the stage is free, start the copy of one tile, and advance the state."""
     pipe.producer_acquire(state)
-    barrier = pipe.producer_get_barrier(state)
-    cute.copy(source.atom, source.tiles[None, tile], source.stages[None, state.index], tma_bar_ptr=barrier)
+    cute.copy(atom, source, stages[None, state.index], tma_bar_ptr=pipe.producer_get_barrier(state))
     pipe.producer_commit(state)
     state.advance()
     return state
+
+
+@dataclass(frozen=True)
+class Producer:
+    config: ForwardConfig
+    band: Band
+    values: DenseValues
+    schedule: Schedule
+
+    @cute.jit
+    def run(self, tensors: tuple, shared: tuple, pipes: tuple, queue: TileQueue, run: RunTime):
+        """All tiles of this CTA: K of the last block, Q, then K one block ahead of V, from the last block to the
+        first.
+        """
+        config = self.config
+        tiled_q, tiled_k, tiled_v, _ = tensors
+        s_q, s_k, s_v = shared
+        q_pipe, k_pipe, v_pipe = pipes
+        seqlen_q, _, heads, batch = tiled_q.tensor.shape
+        seqlen_k, _, heads_k, _ = tiled_k.tensor.shape
+        producer = pipeline.PipelineUserType.Producer
+        q_state = pipeline.make_pipeline_state(producer, config.consumer_warpgroups)
+        k_state = pipeline.make_pipeline_state(producer, config.stages)
+        v_state = pipeline.make_pipeline_state(producer, config.stages)
+        queue_state = pipeline.make_pipeline_state(producer, SLOTS)
+        index, tiles = self.schedule.first(), self.schedule.count(seqlen_q, heads, batch)
+        while index < tiles:
+            m_block, head, batch_index = self.schedule.coordinates(index, seqlen_q, heads, batch, run.section)
+            index, queue_state = self.schedule.fetch(queue, queue_state, index)
+            _, end, keys = self.band.blocks(m_block * config.tile_m, config.tile_m, seqlen_q, seqlen_k, run.right)
+            head_k = head // (heads // heads_k)
+            q_tiles, q_stages = head_tiles(tiled_q, s_q, (WGMMA_M, config.head_dim), head, batch_index)
+            k_tiles, k_stages = head_tiles(tiled_k, s_k, (config.tile_n, config.head_dim), head_k, batch_index)
+            if end > 0:
+                k_state = load(tiled_k.atom, k_tiles[None, end - 1], k_stages, k_pipe, k_state)
+            # Also for a tile that sees no key: the turn of Q's buffer, which O may share, stays the same for all
+            for piece in cutlass.range_constexpr(config.consumer_warpgroups):
+                q_tile = q_tiles[None, m_block * config.consumer_warpgroups + piece]
+                q_state = load(tiled_q.atom, q_tile, q_stages, q_pipe, q_state)
+            for block in cutlass.range(end - 1, -1, -1, unroll=1):
+                if block > 0:
+                    k_state = load(tiled_k.atom, k_tiles[None, block - 1], k_stages, k_pipe, k_state)
+                v_tile, v_stages = self.values.tile(tiled_v, s_v, block, keys, head_k, batch_index)
+                v_state = load(tiled_v.atom, v_tile, v_stages, v_pipe, v_state)
+        self.schedule.finish(queue)

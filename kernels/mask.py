@@ -9,8 +9,9 @@ from cutlass import Float32, Int32
 def mask_scores(scores: cute.Tensor, column_limits: cute.Tensor, fill: cutlass.Constexpr[float]):
     """Replace the scores of keys that a row does not see.
 
-    ``scores`` is one thread's (2 rows, columns) view of a WGMMA accumulator: column ``c`` is key ``8 * (c // 2) + c % 2`` of the
-    block, counted from the thread's first key. ``column_limits`` (2) says, in the same count, where each row's keys end.
+    ``scores`` is one thread's (2 rows, columns) view of a WGMMA accumulator: column ``c`` is key ``8 * (c // 2) + c %
+    2`` of the block, counted from the thread's first key. ``column_limits`` (2) says, in the same count, where each
+    row's keys end.
     """
     for row in cutlass.range_constexpr(cute.size(scores, mode=[0])):
         limit = column_limits[row]

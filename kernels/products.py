@@ -14,8 +14,9 @@ from .softmax import ROWS
 
 
 class Products(NamedTuple):
-    """WGMMA instructions with their operands in shared memory. Each has its accumulate flag set once, here: an instruction whose
-    flag changed inside the loop would become a loop-carried value."""
+    """WGMMA instructions with their operands in shared memory. Each has its accumulate flag set once, here: an
+    instruction whose flag changed inside the loop would become a loop-carried value.
+    """
 
     qk_first: cute.TiledMma  # S = Q Kᵀ, first step of the head dimension
     qk_add: cute.TiledMma  # S += Q Kᵀ, the other steps

@@ -1,50 +1,95 @@
 """Which Q tiles a CTA computes, and in which order."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
+SLOTS = 2  # tile indices under way from the producer warp to the consumers: it runs at most one tile ahead
+
+
+class TileQueue(NamedTuple):
+    """How the producer warp tells the consumers of its CTA which tile is next. Not used by a static schedule."""
+
+    counter: (
+        cute.Tensor
+    )  # global memory: (tiles handed out beyond the first of each CTA, CTAs that are done); 0 between launches
+    slots: cute.Tensor  # shared memory
+    pipe: object
+
 
 @dataclass(frozen=True)
-class PersistentSchedule:
-    """One CTA an SM; the tiles are dealt like cards.
+class Schedule:
+    """Persistent CTAs, one an SM.
 
-    Heads come in sections whose K and V fit in L2 together. Within a section, a band with a right bound has tiles of unequal
-    length: the longest come first. Every second round deals in the opposite direction, which evens out the sums.
+    Heads come in sections whose K and V fit in L2 together. Tiles of equal length are dealt in turn. Where a right
+    bound makes them unequal (``dynamic``), each section's longest come first and a CTA fetches its next tile from a
+    global counter.
     """
 
     tile_m: int
-    longest_first: bool
+    dynamic: bool
 
     @cute.jit
-    def card(self, round_index: Int32) -> Int32:
-        """This CTA's place in a round."""
-        cta, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
-        return cutlass.select_(round_index % 2 == 1, ctas - 1 - cta, cta)
+    def first(self) -> Int32:
+        return cute.arch.block_idx()[0]
 
     @cute.jit
-    def rounds(self, seqlen_q: Int32, heads: Int32, batch: Int32) -> Int32:
-        """Number of tiles of this CTA: the last round may not reach it."""
-        tiles = ((seqlen_q + self.tile_m - 1) // self.tile_m) * heads * batch
-        ctas = cute.arch.grid_dim()[0]
-        whole = tiles // ctas
-        return whole + cutlass.select_(self.card(whole) < tiles - whole * ctas, Int32(1), Int32(0))
+    def count(self, seqlen_q: Int32, heads: Int32, batch: Int32) -> Int32:
+        """Number of tiles; indices from here on mean that there is no more work."""
+        return ((seqlen_q + self.tile_m - 1) // self.tile_m) * heads * batch
 
     @cute.jit
-    def tile(self, round_index: Int32, seqlen_q: Int32, heads: Int32, batch: Int32, section: Int32):
-        """``(m_block, head, batch_index)`` of this CTA's tile in a round."""
+    def coordinates(self, index: Int32, seqlen_q: Int32, heads: Int32, batch: Int32, section: Int32):
+        """``(m_block, head, batch_index)`` of a tile."""
         m_blocks = (seqlen_q + self.tile_m - 1) // self.tile_m
-        index = round_index * cute.arch.grid_dim()[0] + self.card(round_index)
-        all_heads = heads * batch
         section_index = index // (section * m_blocks)
         within = index - section_index * section * m_blocks
         first_head = section_index * section
-        in_section = cutlass.min(section, all_heads - first_head)
+        in_section = cutlass.min(section, heads * batch - first_head)
         m_block = within // in_section
         head_of_all = first_head + within - m_block * in_section
-        if const_expr(self.longest_first):
+        if const_expr(self.dynamic):
             m_block = m_blocks - 1 - m_block
         batch_index = head_of_all // heads
         return m_block, head_of_all - batch_index * heads, batch_index
+
+    @cute.jit
+    def fetch(self, queue: TileQueue, state, index: Int32):
+        """Producer warp: ``(next index, state)`` after handing the next index to the consumers."""
+        ctas = cute.arch.grid_dim()[0]
+        following = index + ctas
+        if const_expr(self.dynamic):
+            queue.pipe.producer_acquire(state)
+            if cute.arch.lane_idx() == 0:
+                following = ctas + cute.arch.atomic_add(queue.counter.iterator, Int32(1), sem="relaxed", scope="gpu")
+                queue.slots[state.index] = following
+                queue.pipe.producer_commit(state)
+            following = cute.arch.shuffle_sync(following, 0)
+            state.advance()
+        return following, state
+
+    @cute.jit
+    def receive(self, queue: TileQueue, state, index: Int32):
+        """Consumer warp: ``(next index, state)``."""
+        following = index + cute.arch.grid_dim()[0]
+        if const_expr(self.dynamic):
+            queue.pipe.consumer_wait(state)
+            following = cute.arch.make_warp_uniform(queue.slots[state.index])
+            cute.arch.sync_warp()
+            if cute.arch.lane_idx() == 0:
+                queue.pipe.consumer_release(state)
+            state.advance()
+        return following, state
+
+    @cute.jit
+    def finish(self, queue: TileQueue):
+        """Producer warp, after its last fetch: the last CTA leaves the counter at 0 for the next launch."""
+        if const_expr(self.dynamic):
+            if cute.arch.lane_idx() == 0:
+                done = cute.arch.atomic_add(queue.counter.iterator + 1, Int32(1), sem="relaxed", scope="gpu")
+                if done == cute.arch.grid_dim()[0] - 1:
+                    queue.counter[0] = Int32(0)
+                    queue.counter[1] = Int32(0)

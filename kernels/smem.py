@@ -6,13 +6,16 @@ import cutlass.utils.hopper_helpers as sm90
 from cutlass.tensor_utils import LayoutEnum
 
 from .config import SHARED_ALIGNMENT, WGMMA_M, ForwardConfig
+from .schedule import SLOTS
 
 ROW_MAJOR = LayoutEnum.ROW_MAJOR
 
 
 def forward_layouts(config: ForwardConfig, dtype):
-    """``(q, k, v, o)``: swizzled layouts. Q and O are (64, head dim, consumer warpgroups): each warpgroup owns one piece of its own,
-    so that it can give Q back, and send O off, without waiting for the others. K and V are (tile_n, head dim, stages)."""
+    """``(q, k, v, o)``: swizzled layouts. Q and O are (64, head dim, consumer warpgroups): each warpgroup owns one
+    piece of its own, so that it can give Q back, and send O off, without waiting for the others. K and V are (tile_n,
+    head dim, stages).
+    """
     tile_qk = (WGMMA_M, config.tile_n, config.head_dim)
     tile_pv = (WGMMA_M, config.tile_n, config.head_dim_v)
     q = sm90.make_smem_layout_a(ROW_MAJOR, tile_qk, dtype, config.consumer_warpgroups)
@@ -33,7 +36,10 @@ def forward_storage(config: ForwardConfig, dtype):
         q_barriers: cute.struct.MemRange[cutlass.Int64, 2 * config.consumer_warpgroups]
         k_barriers: cute.struct.MemRange[cutlass.Int64, 2 * config.stages]
         v_barriers: cute.struct.MemRange[cutlass.Int64, 2 * config.stages]
-        # Without a buffer of its own, O reuses its warpgroup's piece of q after the tile's last Q Kᵀ, until the store has read it.
+        queue_barriers: cute.struct.MemRange[cutlass.Int64, 2 * SLOTS]
+        queue_slots: cute.struct.MemRange[cutlass.Int32, SLOTS]
+        # Without a buffer of its own, O reuses its warpgroup's piece of q after the tile's last Q Kᵀ, until the store
+        # has read it.
         q: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(q_layout)], SHARED_ALIGNMENT]
         k: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(k_layout)], SHARED_ALIGNMENT]
         v: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(v_layout)], SHARED_ALIGNMENT]

@@ -1,8 +1,8 @@
 """Online softmax in base 2, on one thread's rows of a score tile.
 
-Milakov and Gimelshein 2018, "Online normalizer calculation for softmax"; FlashAttention-2 (Dao 2023), section 3.1: O stays unscaled
-until the last block. The softmax scale is folded into the exponent: ``p = exp2(s * scale_log2 - extreme * scale_log2)`` is one FFMA and one
-MUFU an element.
+Milakov and Gimelshein 2018, "Online normalizer calculation for softmax"; FlashAttention-2 (Dao 2023), section 3.1: O
+stays unscaled until the last block. The softmax scale is folded into the exponent: ``p = exp2(s * scale_log2 -
+extreme * scale_log2)`` is one FFMA and one MUFU an element.
 """
 
 import math
@@ -33,8 +33,8 @@ class Softmax:
     def start(self, scale_log2: Float32):
         """New ``(row_extreme, row_sum)``.
 
-        The extreme starts at a finite bound instead of infinity: then a fully masked block yields exp2(-inf) = 0 with no
-        guard in the loop. Dividing by the scale keeps ``extreme * scale_log2`` finite.
+        The extreme starts at a finite bound instead of infinity: then a fully masked block yields exp2(-inf) = 0 with
+        no guard in the loop. Dividing by the scale keeps ``extreme * scale_log2`` finite.
         """
         row_extreme = cute.make_rmem_tensor(ROWS, Float32)
         row_sum = cute.make_rmem_tensor(ROWS, Float32)
@@ -49,32 +49,44 @@ class Softmax:
         return cute.arch.fmin(a, b) if const_expr(self.negative_scale) else cute.arch.fmax(a, b)
 
     @cute.jit
-    def step(
-        self, scores: cute.Tensor, row_extreme: cute.Tensor, row_sum: cute.Tensor, scale_log2: Float32
-    ) -> cute.Tensor:
-        """Turn one block's scores (2 rows, columns) into probabilities in place; return each row's factor for what came before."""
+    def update(self, scores: cute.Tensor, row_extreme: cute.Tensor, scale_log2: Float32):
+        """Fold one block's scores (2 rows, columns) into the row extremes; ``(rescale, shift)``: each row's factor
+        for what came before, and the exponent that :meth:`exponentiate` subtracts.
+        """
         rescale = cute.make_rmem_tensor(ROWS, Float32)
-        columns = cute.size(scores, mode=[1])
+        shift = cute.make_rmem_tensor(ROWS, Float32)
         for row in cutlass.range_constexpr(ROWS):
             before = row_extreme[row]
             partial = [scores[row, chain] for chain in range(CHAINS)]
-            for column in cutlass.range_constexpr(CHAINS, columns):
+            for column in cutlass.range_constexpr(CHAINS, cute.size(scores, mode=[1])):
                 partial[column % CHAINS] = self.extreme(partial[column % CHAINS], scores[row, column])
             block = self.extreme(self.extreme(partial[0], partial[1]), self.extreme(partial[2], partial[3]))
             block = cute.arch.warp_reduction(block, self.extreme, threads_in_group=QUAD)
             now = self.extreme(before, block)
             row_extreme[row] = now
             rescale[row] = cute.math.exp2((before - now) * scale_log2, fastmath=True)
-            shift = now * scale_log2
-            for column in cutlass.range_constexpr(columns):
-                scores[row, column] = cute.math.exp2(scores[row, column] * scale_log2 - shift, fastmath=True)
-            partial = [scores[row, chain] for chain in range(CHAINS)]
-            for column in cutlass.range_constexpr(CHAINS, columns):
-                partial[column % CHAINS] = partial[column % CHAINS] + scores[row, column]
-            # Each thread sums its own columns; the quad meets once, in finish().
-            total = (partial[0] + partial[1]) + (partial[2] + partial[3])
-            row_sum[row] = row_sum[row] * rescale[row] + total
-        return rescale
+            shift[row] = now * scale_log2
+        return rescale, shift
+
+    @cute.jit
+    def exponentiate(
+        self,
+        scores: cute.Tensor,
+        row: cutlass.Constexpr[int],
+        row_sum: cute.Tensor,
+        rescale: cute.Tensor,
+        shift: cute.Tensor,
+        scale_log2: Float32,
+    ):
+        """Turn one row's scores into probabilities in place and bring its sum up to date."""
+        columns = cute.size(scores, mode=[1])
+        for column in cutlass.range_constexpr(columns):
+            scores[row, column] = cute.math.exp2(scores[row, column] * scale_log2 - shift[row], fastmath=True)
+        partial = [scores[row, chain] for chain in range(CHAINS)]
+        for column in cutlass.range_constexpr(CHAINS, columns):
+            partial[column % CHAINS] = partial[column % CHAINS] + scores[row, column]
+        # Each thread sums its own columns; the quad meets once, in finish().
+        row_sum[row] = row_sum[row] * rescale[row] + ((partial[0] + partial[1]) + (partial[2] + partial[3]))
 
     @cute.jit
     def finish(self, row_extreme: cute.Tensor, row_sum: cute.Tensor, scale_log2: Float32):
@@ -93,5 +105,5 @@ class Softmax:
 def rescale_rows(accumulator: cute.Tensor, factor: cute.Tensor):
     """Multiply each row of a (2 rows, columns) view by its factor, in place."""
     for row in cutlass.range_constexpr(cute.size(accumulator, mode=[0])):
-        for column in cutlass.range_constexpr(cute.size(accumulator, mode=[1])):
+        for column in cutlass.range(cute.size(accumulator, mode=[1]), unroll_full=True):
             accumulator[row, column] = accumulator[row, column] * factor[row]

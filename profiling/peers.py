@@ -1,0 +1,121 @@
+"""What we compare with: PyTorch's attention backends and FlashAttention-4, each as a launch on the same q, k, v.
+
+Inputs are ours: (batch, seqlen, heads, head_dim). A peer is chosen from PEERS by name; ``missing()`` says why it cannot
+run here.
+"""
+
+import functools
+import importlib.metadata
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as functional
+from timing import Launch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+MATH_BYTES = 4 * 2**30  # the math backend keeps every score: only where those fit easily
+
+
+class Peer(NamedTuple):
+    """Makes Launches of (q, k, v, causal): ``kernel`` the shortest way to its kernel, ``public`` what people call."""
+
+    name: str
+    missing: Callable  # () -> why it is not available, or None
+    refuses: Callable  # (q, k, v, causal) -> why it cannot run these inputs, or None
+    kernel: Callable
+    public: Callable
+
+
+def sdpa(q, k, v, causal, backend):
+    """torch.nn.functional.scaled_dot_product_attention held to one backend.
+
+    It wants (batch, heads, seqlen, head_dim), which views give, and aligns ``is_causal`` to the top left: refused by
+    square() where that differs from our bottom right.
+    """
+    q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
+    grouped = q.shape[1] != k.shape[1]
+    call = functools.partial(functional.scaled_dot_product_attention, q, k, v, is_causal=causal, enable_gqa=grouped)
+    return Launch(lambda: call().transpose(1, 2), functools.partial(sdpa_kernel, backend))
+
+
+def square(q, k, v, causal):
+    """Why torch's top-left mask would differ from ours, or None."""
+    if causal and q.shape[1] != k.shape[1]:
+        return "torch aligns causal masks to the top left"
+    return None
+
+
+def small(q, k, v, causal):
+    """Why the math backend, which forms all scores, is left out, or None."""
+    batch, seqlen_q, heads, _ = q.shape
+    if batch * heads * seqlen_q * k.shape[1] * 4 > MATH_BYTES:
+        return "its score matrix is too large"
+    return square(q, k, v, causal)
+
+
+def refusal(launch):
+    """Why a backend does not take these inputs (it says so when called), or None."""
+    try:
+        with launch.context():
+            launch.call()
+    except (RuntimeError, AssertionError, ValueError, TypeError) as error:
+        return (str(error).strip() or type(error).__name__).splitlines()[0]
+    return None
+
+
+def flash_attention_4():
+    """The module of FlashAttention-4's functions, or why it cannot be imported (a string)."""
+    try:
+        from flash_attn.cute import interface
+    except ImportError as error:
+        return f"flash-attn-4 cannot be imported: {error}"
+    return interface
+
+
+def fa4_missing():
+    module = flash_attention_4()
+    return module if isinstance(module, str) else None
+
+
+def fa4_kernel(q, k, v, causal):
+    """Without the autograd wrapper, into a given output: the least host time that its Python offers."""
+    forward, out = flash_attention_4()._flash_attn_fwd, v.new_empty((*q.shape[:-1], v.shape[-1]))
+    return Launch(lambda: forward(q, k, v, causal=causal, return_lse=True, out=out)[0])
+
+
+def fa4_public(q, k, v, causal):
+    function = flash_attention_4().flash_attn_func
+    return Launch(lambda: first(function(q, k, v, causal=causal)))
+
+
+def first(result):
+    return result[0] if isinstance(result, tuple) else result
+
+
+def torch_peer(name, backend, refuses=square):
+    make = functools.partial(sdpa, backend=backend)
+    return Peer(name, lambda: None, refuses, make, make)
+
+
+PEERS = {
+    peer.name: peer
+    for peer in (
+        Peer("fa4", fa4_missing, lambda q, k, v, causal: None, fa4_kernel, fa4_public),
+        torch_peer("cudnn", SDPBackend.CUDNN_ATTENTION),
+        torch_peer("flash", SDPBackend.FLASH_ATTENTION),
+        torch_peer("efficient", SDPBackend.EFFICIENT_ATTENTION),
+        torch_peer("math", SDPBackend.MATH, small),
+    )
+}
+
+
+def versions():
+    """Versions of the packages that the peers come from; None where one is not installed."""
+    found = {"cudnn": torch.backends.cudnn.version()}
+    for package in ("flash-attn-4", "quack-kernels"):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = None
+    return found

@@ -1,0 +1,72 @@
+"""GPU tests: skipped without an sm_90 GPU (failed with --require-gpu), and never longer than their time limit."""
+
+import contextlib
+import faulthandler
+import functools
+import os
+
+import pytest
+
+LIMIT = 120  # seconds a GPU test may take; @pytest.mark.gpu(limit=...) sets another
+STDERR = pytest.StashKey[int]()
+
+
+def pytest_addoption(parser):
+    parser.addoption("--require-gpu", action="store_true", help="without an sm_90 GPU, GPU tests fail instead of skip")
+
+
+def pytest_configure(config):
+    # Output capture replaces descriptor 2 during a test and is lost when the guard ends the process: keep the real one.
+    config.stash[STDERR] = os.dup(2)
+
+
+def pytest_unconfigure(config):
+    os.close(config.stash[STDERR])
+
+
+@functools.cache
+def missing_gpu():
+    """Why GPU tests cannot run here, or None."""
+    import torch  # not at the top: importing this file must not cost seconds
+
+    if not torch.cuda.is_available():
+        return "needs an sm_90 GPU (H100, H200): torch finds no CUDA device"
+    major, minor = torch.cuda.get_device_capability()
+    return None if (major, minor) == (9, 0) else f"needs an sm_90 GPU (H100, H200), got sm_{major}{minor}"
+
+
+def pytest_runtest_setup(item):
+    reason = missing_gpu() if item.get_closest_marker("gpu") else None
+    if reason and item.config.getoption("--require-gpu"):
+        pytest.fail(reason, pytrace=False)
+    if reason:
+        pytest.skip(reason)
+
+
+@contextlib.contextmanager
+def hang_guard(seconds, descriptor):
+    """Ends the process, with every thread's stack on the descriptor, when the block is not left in time.
+
+    A kernel that never returns blocks the interpreter inside the driver: only a thread outside Python can end that.
+    """
+    faulthandler.dump_traceback_later(seconds, exit=True, file=descriptor)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    mark = item.get_closest_marker("gpu")
+    if mark is None:
+        return (yield)
+    with hang_guard(mark.kwargs.get("limit", LIMIT), item.config.stash[STDERR]):
+        return (yield)
+
+
+@pytest.fixture(scope="session")
+def device():
+    import torch
+
+    return torch.device("cuda", torch.cuda.current_device())

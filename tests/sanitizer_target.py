@@ -1,0 +1,50 @@
+"""Run by test_sanitizer_gpu.py under compute-sanitizer: one small launch of every tile class, dense and causal.
+
+Inputs are drawn, and results compared, on the CPU: the kernels under test are nearly all that the tool has to watch.
+Argument "plant" writes past the end of an allocation instead, which a tool that works must report.
+"""
+
+import sys
+
+import torch
+from cases import Case
+from check import compare, run
+
+# Ragged ends in both lengths, several K/V blocks, GQA; head dims that fill their tile class and head dims that do not.
+CASES = [
+    Case(1, 150, 201, 2, 1, head_dim, head_dim_v, causal=causal, dtype=dtype)
+    for head_dim, head_dim_v, dtype in (
+        (56, 56, "bfloat16"), (96, 96, "float16"), (128, 128, "bfloat16"),
+        (136, 136, "bfloat16"), (256, 256, "bfloat16"),
+    )
+    for causal in (False, True)
+]  # fmt: skip
+
+
+class Longer:
+    """A view of a tensor's memory that claims more bytes than were allocated."""
+
+    def __init__(self, tensor, extra):
+        self.tensor = tensor
+        self.__cuda_array_interface__ = {
+            "shape": (tensor.numel() + extra,),
+            "typestr": "<f4",
+            "data": (tensor.data_ptr(), False),
+            "version": 3,
+        }
+
+
+def main():
+    if sys.argv[1:] == ["plant"]:
+        torch.as_tensor(Longer(torch.zeros(1000, device="cuda"), 4096), device="cuda").fill_(1)
+        torch.cuda.synchronize()
+        return
+    for case in CASES:
+        inputs = case.inputs()
+        out, lse = run(*(x.cuda() for x in inputs), **case.options)
+        compare(out.cpu(), lse.cpu(), *inputs, **case.options)
+        print("right:", case.name, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""Every kind of kernel compiles to sm_90a without a GPU, into the instructions it was written for."""
+
+import ast
+import functools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hopper_fa3 import compile as compiling
+from hopper_fa3 import machine_code, plan
+from hopper_fa3.problem import Static
+
+ROOT = Path(__file__).parent.parent
+KINDS = [
+    Static(dtype, head_dim, head_dim_v, right_bound, False, negative_scale)
+    for dtype, head_dim, head_dim_v, right_bound, negative_scale in (
+        ("bfloat16", 64, 64, False, False),
+        ("bfloat16", 64, 64, True, False),
+        ("bfloat16", 96, 96, False, False),
+        ("bfloat16", 96, 96, True, False),
+        ("bfloat16", 128, 128, False, False),
+        ("bfloat16", 128, 128, True, False),
+        ("bfloat16", 192, 192, False, False),
+        ("bfloat16", 192, 192, True, False),
+        ("bfloat16", 256, 256, False, False),
+        ("bfloat16", 256, 256, True, False),
+        ("bfloat16", 192, 128, True, False),
+        ("bfloat16", 64, 256, True, False),
+        ("float16", 128, 128, True, True),
+    )
+]
+
+
+def name(static):
+    return plan.forward_config(static, plan.choose(static)).name
+
+
+@functools.cache
+def code(static):
+    return machine_code.report(compiling.cubin(static, plan.choose(static)))
+
+
+@pytest.mark.parametrize("static", KINDS, ids=name)
+def test_machine_code(static):
+    chosen = plan.choose(static)
+    config, found = plan.forward_config(static, chosen), code(static)
+    assert found.name.startswith(config.name)  # what a profiler shows
+    # First block, masked loop, unmasked loop: Q Kᵀ in steps of 16 head dims; P V in the loops and once at the end
+    scores, output = static.head_dim // 16, config.tile_n // 16
+    assert found.counts["HGMMA"] == 3 * scores + 3 * output
+    assert found.counts["UTMALDG"] >= 3 and found.counts["UTMASTG"] >= 1
+    assert found.counts["USETMAXREG"] == 2
+    assert (found.stack, found.local, found.spills) == (0, 0, 0)
+    assert found.registers == 65536 // config.threads // 8 * 8  # setmaxnreg starts from an even split
+    # One exponential a score in each of the three places, and a few for rescaling and the LSE
+    assert 3 * config.tile_n // 2 <= found.counts["MUFU"] <= 3 * config.tile_n // 2 + 32
+
+
+def test_unmasked_loop_has_no_mask_arithmetic():
+    # Mask arithmetic selects each score once in the first block and once in the masked loop, not a third time
+    static = KINDS[4]
+    elements = plan.choose(static).tile_n // 2
+    assert 2 * elements <= code(static).counts["FSEL"] < 3 * elements
+
+
+def test_compiled_entry_is_found_again():
+    static = Static("bfloat16", 64, 64, False, False, False)
+    before = compiling.cached()
+    first = compiling.compiled(static, plan.choose(static))
+    assert compiling.cached() == before + 1
+    assert compiling.compiled(Static(*static), plan.choose(static)) is first
+    assert compiling.cached() == before + 1
+    other = plan.choose(static)._replace(pingpong=False)
+    assert compiling.compiled(static, other) is not first
+
+
+def imported_modules(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            yield node.module.split(".")[0]
+
+
+def test_kernels_import_neither_torch_nor_the_host_side():
+    found = {module for path in (ROOT / "kernels").glob("*.py") for module in imported_modules(path)}
+    assert "cutlass" in found
+    assert not found & {"torch", "hopper_fa3", "numpy"}
+
+
+def test_tracing_needs_no_torch_in_kernels():
+    script = (
+        "import sys, importlib; sys.modules['torch'] = None\n"
+        "sys.path.insert(0, sys.argv[1]); import kernels.config; kernels.config.ForwardConfig\n"
+        "print('imported')"
+    )
+    done = subprocess.run([sys.executable, "-c", script, str(ROOT)], capture_output=True, text=True)
+    assert done.stdout == "imported\n", done.stderr
+
+
+def test_the_folder_kernels_is_not_importable_from_elsewhere(tmp_path):
+    script = (
+        "from importlib.util import find_spec as find\n"
+        "print(find('hopper_fa3') and (find('kernels'), find('hopper_fa3.kernels') is not None))"
+    )
+    installed = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # not the checkout
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=tmp_path, env=installed)
+    if done.stdout == "None\n":
+        pytest.skip("hopper_fa3 is not installed for this interpreter: it runs from the checkout")
+    assert done.stdout == "(None, True)\n", done.stderr

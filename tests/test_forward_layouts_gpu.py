@@ -1,0 +1,148 @@
+"""Strides, alignment, views, given outputs and 64-bit offsets."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from cases import SMALL, drawn_on
+from check import check, compare, run
+
+pytestmark = pytest.mark.gpu
+
+
+def relaid(x, order):
+    """x with the same values, its dimensions in memory in this order."""
+    back = sorted(range(4), key=lambda dim: order[dim])
+    return x.permute(order).contiguous().permute(back)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("order", [(0, 2, 1, 3), (1, 0, 2, 3), (2, 0, 1, 3), (1, 2, 0, 3), (2, 1, 0, 3)], ids=str)
+def test_any_order_of_dimensions_in_memory(order, causal, device):
+    q, k, v = (relaid(x, order) for x in replace(SMALL, heads=6, heads_k=3).inputs(device))
+    assert not q.is_contiguous() and q.stride(-1) == 1
+    check(q, k, v, causal=causal, out=torch.empty_like(q))
+
+
+@pytest.mark.parametrize("which", range(3))
+def test_a_base_that_is_not_16_byte_aligned(which, device):
+    tensors = list(SMALL.inputs(device))
+    x = tensors[which]
+    tensors[which] = torch.cat((x.new_zeros(1), x.flatten()))[1:].view(x.shape)
+    assert tensors[which].data_ptr() % 16 == 2
+    check(*tensors, causal=True)
+
+
+@pytest.mark.parametrize("which", range(3))
+@pytest.mark.parametrize("extra", [1, 2, 4, 8])
+def test_rows_with_padding(extra, which, device):
+    """With 1, 2 or 4 elements between rows, no stride is a multiple of 16 bytes; 8 keeps them so."""
+    tensors = list(SMALL.inputs(device))
+    x = tensors[which]
+    tensors[which] = torch.cat((x, x.new_full((*x.shape[:3], extra), math.nan)), -1)[..., : x.shape[-1]]
+    check(*tensors, causal=True)
+
+
+@pytest.mark.parametrize("which", range(3))
+def test_a_last_dimension_that_is_not_contiguous(which, device):
+    tensors = list(SMALL.inputs(device))
+    tensors[which] = relaid(tensors[which], (0, 1, 3, 2))
+    check(*tensors, causal=True)
+    tensors[which] = tensors[which].repeat_interleave(2, -1)[..., ::2]
+    check(*tensors, causal=True)
+
+
+@pytest.mark.parametrize("stride", [1, 3, 7, 2**40 + 1])
+def test_dimensions_of_size_one_carry_any_stride(stride, device):
+    case = replace(SMALL, batch=1, heads=1, heads_k=1)
+    q, k, v = (x.as_strided(x.shape, (stride, x.stride(1), stride, 1)) for x in case.inputs(device))
+    check(q, k, v, causal=True)
+    q, k, v = replace(case, seqlen_q=1, seqlen_k=1).inputs(device)
+    q, k, v = (x.as_strided(x.shape, (stride, stride, stride, 1)) for x in (q, k, v))
+    check(q, k, v)
+
+
+@pytest.mark.parametrize("dim", range(3))
+def test_expanded_dimensions_of_every_input(dim, device):
+    tensors = replace(SMALL, heads=3, heads_k=3).inputs(device)
+    q, k, v = (x.narrow(dim, 0, 1).expand_as(x) for x in tensors)
+    check(q, k, v, causal=True)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim_v", [64, 72, 128])
+def test_a_given_output_inside_a_larger_tensor(head_dim_v, causal, device):
+    q, k, v = replace(SMALL, head_dim=72, head_dim_v=head_dim_v).inputs(device)
+    if head_dim_v != 72:
+        q, k = (torch.cat((x, x), -1)[..., :head_dim_v] for x in (q, k))
+    batch, seqlen_q, heads = SMALL.batch, SMALL.seqlen_q, SMALL.heads
+    around = torch.full((batch + 2, seqlen_q + 3, heads + 2, head_dim_v + 24), 7.0, dtype=q.dtype, device=device)
+    out = around[1:-1, 1:-2, 1:-1, 8:-16]
+    check(q, k, v, causal=causal, out=out)
+    out.fill_(7)
+    assert (around == 7).all(), "the kernel wrote outside the given output"
+
+
+def test_a_given_transposed_output(device):
+    q, k, v = SMALL.inputs(device)
+    out = q.new_empty((SMALL.batch, SMALL.heads, SMALL.seqlen_q, 128)).transpose(1, 2)
+    check(q, k, v, causal=True, out=out)
+
+
+@pytest.mark.parametrize("layout", ["base", "stride", "last"])
+def test_a_given_output_that_tma_cannot_write_is_right_or_refused(layout, device):
+    q, k, v = SMALL.inputs(device)
+    shape = (SMALL.batch, SMALL.seqlen_q, SMALL.heads, 128)
+    around = torch.full((2 * math.prod(shape),), 7.0, dtype=q.dtype, device=device)
+    strides = {"base": (113 * 256, 256, 128, 1), "stride": (113 * 260, 260, 130, 1), "last": (113 * 512, 512, 256, 2)}
+    out = around.as_strided(shape, strides[layout], 1 if layout == "base" else 0)
+    try:
+        got, lse = run(q, k, v, causal=True, out=out)
+    except ValueError as error:
+        assert "out" in str(error)
+        return
+    compare(got, lse, q, k, v, causal=True)
+    out.fill_(7)
+    assert (around == 7).all(), "the kernel wrote outside the given output"
+
+
+FAR = 2**31 + 64  # elements
+
+
+@pytest.fixture
+def far_memory(device):
+    needed = 2 * (2 * FAR + 2**24)
+    free, _ = torch.cuda.mem_get_info(device)
+    if free < needed + 2**30:
+        pytest.skip(f"needs {needed / 2**30:.1f} GiB of free GPU memory, got {free / 2**30:.1f}")
+    yield torch.empty(needed // 2, dtype=torch.bfloat16, device=device)
+    torch.cuda.empty_cache()
+
+
+@pytest.mark.parametrize("dim", range(3))
+def test_offsets_past_32_bits(dim, far_memory, device):
+    """Three batches (or rows, or heads) 2^31 elements apart: the last offset does not fit in 32 bits, signed or not."""
+    sizes = {0: {"batch": 3}, 1: {"seqlen_q": 3, "seqlen_k": 3}, 2: {"heads": 3, "heads_k": 3}}[dim]
+    case = replace(SMALL, **sizes)
+
+    def carved(x, place):
+        strides = list(torch.empty(x.shape, device="meta").stride())
+        strides[dim] = FAR
+        return far_memory.as_strided(x.shape, strides, place * 2**21)
+
+    q, k, v = (carved(x, place).copy_(x) for place, x in enumerate(case.inputs(device)))
+    check(q, k, v, causal=True, out=carved(q, 3))
+
+
+def test_one_contiguous_tensor_past_32_bits(device):
+    """65,600 sequences of 256 rows of 128: contiguous, and more than 2^31 elements."""
+    batch = 65_600
+    q = drawn_on(device, batch, 256, 1, 128)
+    assert q.numel() > 2**31
+    out, lse = run(q, q, q, causal=True)
+    last = torch.tensor([0, 32_768, 65_535, 65_536, batch - 1], device=device)
+    assert not lse.isnan().any()
+    compare(out[last], lse[last], q[last], q[last], q[last], causal=True)
+    del q, out
+    torch.cuda.empty_cache()

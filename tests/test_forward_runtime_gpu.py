@@ -1,0 +1,150 @@
+"""Streams, threads, devices, CUDA graphs, and that a warm call never waits for the GPU."""
+
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from cases import SMALL, Case
+from check import check, compare, run
+
+from hopper_fa3 import flash_attn_func
+
+pytestmark = pytest.mark.gpu
+
+CASE = Case(2, 1000, 1000, 8, 2, 128, 128, causal=True)
+
+
+def busy(seconds=0.2):
+    """Holds the current stream for about this long (the clock runs at 1 to 2 GHz)."""
+    torch.cuda._sleep(int(seconds * 1.5e9))
+
+
+def done_event():
+    event = torch.cuda.Event()
+    event.record()
+    return event
+
+
+def test_line_10_work_runs_on_the_current_stream(device):
+    """The side stream writes the inputs late: a kernel on another stream would read them before."""
+    wanted = CASE.inputs(device)
+    late = [torch.full_like(x, float("nan")) for x in wanted]
+    run(*wanted, causal=True)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        busy()
+        for x, y in zip(late, wanted, strict=True):
+            x.copy_(y)
+        out, lse = run(*late, causal=True)
+        kept = out.clone(), lse.clone()
+    torch.cuda.synchronize()
+    compare(*kept, *wanted, causal=True)
+
+
+def test_a_warm_call_does_not_wait_for_the_gpu(device):
+    q, k, v = CASE.inputs(device)
+    check(q, k, v, causal=True)
+    torch.cuda.synchronize()
+    busy(0.5)
+    before = done_event()
+    out, lse = flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
+    waiting = not before.query()
+    torch.cuda.synchronize()
+    assert waiting, "the call returned only after the work that was queued before it"
+    compare(out, lse, q, k, v, causal=True)
+
+
+def test_a_warm_call_makes_no_synchronizing_torch_call(device):
+    tensors = CASE.inputs(device)
+    unaligned = [torch.cat((x.new_zeros(1), x.flatten()))[1:].view(x.shape) for x in tensors]
+    for inputs in (tensors, unaligned):
+        flash_attn_func(*inputs, causal=True)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            flash_attn_func(*inputs, causal=True)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_cuda_graph_replays_with_changed_inputs(causal, device):
+    case = replace(CASE, causal=causal)
+    q, k, v = case.inputs(device)
+    check(q, k, v, causal=causal)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = flash_attn_func(q, k, v, causal=causal, return_attn_probs=True)
+    for seed in (1, 2, 3):
+        for x, y in zip((q, k, v), replace(case, seed=seed).inputs(device), strict=True):
+            x.copy_(y)
+        out.fill_(float("nan"))
+        lse.fill_(float("nan"))
+        graph.replay()
+        compare(out, lse, q, k, v, causal=causal)
+
+
+def test_a_cuda_graph_of_several_calls(device):
+    """Two layers, the second fed by the first, into a given output: nothing that a call leaves behind may count."""
+    q, k, v = replace(CASE, heads=2).inputs(device)
+    out = torch.empty_like(q)
+    middle, _ = check(q, k, v, causal=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        first = flash_attn_func(q, k, v, causal=True)
+        _, lse = flash_attn_func(first, k, v, causal=True, return_attn_probs=True, out=out)
+    for _ in range(3):
+        first.fill_(float("nan"))
+        out.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(first, middle)
+        compare(out, lse, first, k, v, causal=True)
+
+
+def test_threads_on_streams_of_their_own(device):
+    """A thread starts on the default stream; every call must see its own thread's stream and the tensors' device."""
+    cases = [replace(SMALL, seed=seed, seqlen_q=100 + 30 * seed, causal=bool(seed % 2)) for seed in range(4)]
+    results, failures = {}, []
+
+    def work(case):
+        try:
+            with torch.cuda.stream(torch.cuda.Stream(device)):
+                inputs = case.inputs(device)
+                for _ in range(20):
+                    results[case] = inputs, run(*inputs, causal=case.causal)
+                torch.cuda.current_stream().synchronize()
+        except Exception as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(case,)) for case in cases]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures, failures
+    for case, (inputs, result) in results.items():
+        compare(*result, *inputs, causal=case.causal)
+
+
+@pytest.mark.parametrize(("tensors", "current"), [(1, 0), (0, 1)])
+def test_line_10_tensors_on_a_device_that_is_not_current(tensors, current, device):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    inputs = CASE.inputs(f"cuda:{tensors}")
+    with torch.cuda.device(current):
+        out, lse = check(*inputs, causal=True)
+        assert torch.cuda.current_device() == current
+    assert out.device == lse.device == inputs[0].device
+
+
+def test_a_warm_call_compiles_nothing(device):
+    """It finds its kernel in memory, whatever the lengths: a thousand calls take less than one compilation."""
+    q, k, v = replace(SMALL, seqlen_q=64, seqlen_k=64).inputs(device)
+    flash_attn_func(q, k, v)
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for i in range(1000):
+        flash_attn_func(q[:, : 1 + i % 64], k[:, : 1 + i % 61], v[:, : 1 + i % 61])
+    torch.cuda.synchronize()
+    assert time.perf_counter() - start < 1

@@ -1,0 +1,124 @@
+"""The plan table: every row and every unusual pair of head dims gives a kernel that the hardware can hold."""
+
+import itertools
+
+import pytest
+
+from hopper_fa3 import plan
+from hopper_fa3.kernels.config import HEAD_DIM_CLASSES, REGISTERS, ForwardConfig
+from hopper_fa3.problem import Problem, Static
+
+GRID = [
+    Static(dtype, head_dim, head_dim_v, right_bound, False, negative_scale)
+    for dtype, head_dim, head_dim_v, right_bound, negative_scale in itertools.product(
+        ("bfloat16", "float16"), HEAD_DIM_CLASSES, HEAD_DIM_CLASSES, (False, True), (False, True)
+    )
+]
+
+
+def problem(**changes):
+    """A causal problem of one section's order of size; only the fields that plan.py reads matter."""
+    values = {
+        "device": None,
+        "dtype": None,
+        "batch": 2,
+        "seqlen_q": 1000,
+        "seqlen_k": 8192,
+        "heads": 16,
+        "heads_k": 4,
+        "head_dim": 128,
+        "head_dim_v": 128,
+        "softmax_scale": 1.0,
+        "left": None,
+        "right": 0,
+    }
+    return Problem(**{**values, **changes})
+
+
+@pytest.mark.parametrize(
+    "static", GRID, ids=lambda s: f"{s.dtype}-{s.head_dim}-{s.head_dim_v}-{s.right_bound}-{s.negative_scale}"
+)
+def test_every_plan_fits_the_hardware(static):
+    config = plan.forward_config(static, plan.choose(static))
+    config.check()
+    assert config.smem_bytes() <= 227 * 1024
+    producer, consumer = config.registers
+    assert 128 * (producer + config.consumer_warpgroups * consumer) <= 65536
+    assert producer % 8 == consumer % 8 == 0 and consumer <= 256
+    assert config.tile_n // 2 + config.tile_n // 4 + static.head_dim_v // 2 < consumer
+    assert config.tile_m == 64 * config.consumer_warpgroups and config.threads <= 1024
+    assert config.tile_n % 16 == 0 and config.head_dim % 16 == 0
+    assert config.stages >= 2
+
+
+def test_the_table_covers_the_speed_table():
+    pairs = {(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)}
+    assert {key for key in plan.TABLE} == {(*pair, bound) for pair in pairs for bound in (False, True)}
+
+
+def test_a_plan_differs_only_by_what_is_static():
+    a, b = (Static("bfloat16", 128, 128, True, False, sign) for sign in (False, True))
+    assert plan.choose(a) == plan.choose(b)
+    assert plan.forward_config(a, plan.choose(a)) != plan.forward_config(b, plan.choose(b))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tile_n": 120}, "tile_n must be a multiple of 16 up to 256, got 120"),
+        ({"tile_n": 256}, "shared memory must be at most 232448 bytes, got"),
+        ({"tile_m": 96}, "tile_m must be 64, 128 or 192, got 96"),
+        ({"stages": 1}, "stages must be at least 2"),
+        ({"tile_m": 64, "pingpong": True}, "pingpong needs two or three consumer warpgroups"),
+        ({"head_dim": 80}, "head_dim class must be one of"),
+        ({"head_dim_v": 80}, "head_dim_v class must be one of"),
+        ({"dtype": "float32"}, "dtype must be bfloat16 or float16, got float32"),
+        ({"tile_m": 192, "tile_n": 128}, "S, P and O must leave 24 of 160 registers, got 0"),
+        ({"head_dim": 64, "head_dim_v": 256, "tile_n": 128, "stages": 3}, "must fit beside or inside Q"),
+    ],
+)
+def test_illegal_configurations_name_the_rule(changes, message):
+    values = {
+        "dtype": "bfloat16",
+        "head_dim": 128,
+        "head_dim_v": 128,
+        "right_bound": False,
+        "negative_scale": False,
+        "tile_m": 128,
+        "tile_n": 128,
+        "stages": 2,
+        "pingpong": True,
+        "overlap": True,
+    }
+    config = ForwardConfig(**{**values, **changes})
+    with pytest.raises(ValueError, match=message):
+        config.check()
+
+
+def test_registers_are_those_of_setmaxnreg():
+    assert all(producer + count * consumer <= 512 for count, (producer, consumer) in REGISTERS.items())
+
+
+@pytest.mark.parametrize("head_dim", range(8, 257, 8))
+def test_tile_class_is_the_smallest_that_holds_it(head_dim):
+    found = plan.tile_class(head_dim)
+    assert found >= head_dim
+    assert not any(head_dim <= other < found for other in HEAD_DIM_CLASSES)
+
+
+def test_tile_class_refuses_more_than_256():
+    with pytest.raises(ValueError, match="at most 256, got 257"):
+        plan.tile_class(257)
+
+
+def test_sections_keep_keys_and_values_in_l2():
+    # 8192 keys of 128 + 128 values of 2 bytes are 4 MiB a K/V head: 8 of them in 32 MiB, 4 query heads each
+    assert plan.heads_per_section(problem()) == 32
+    assert plan.heads_per_section(problem(seqlen_k=2**20)) == 4  # one K/V head, its whole group
+    assert plan.heads_per_section(problem(seqlen_k=8)) == 32  # never more than there are
+    assert plan.heads_per_section(problem(right=None)) == 1
+
+
+@pytest.mark.parametrize(("seqlen_q", "expected"), [(1, 32), (128, 32), (129, 64), (1000, 256)])
+def test_tiles(seqlen_q, expected):
+    assert plan.tiles(problem(seqlen_q=seqlen_q), plan.Plan(128, 128)) == expected

@@ -1,0 +1,126 @@
+"""The timer's statistics and turns with fake clocks, and what the benchmark makes of its figures. Needs no GPU."""
+
+import contextlib
+import csv
+import json
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "profiling"))
+import tables
+from timing import MAX_LAUNCHES, MIN_LAUNCHES, HostClock, Launch, Timing, interleaved, launches_for
+
+
+class FakeClock:
+    """Every call of a launch takes what the launch's own ``call`` returns; remembers who ran, and how often."""
+
+    def __init__(self):
+        self.ran = []
+
+    def seconds(self, launch, launches):
+        self.ran.append((launch.call, launches))
+        return sum(launch.call() for _ in range(launches))
+
+
+def constant(seconds, **kept):
+    return Launch(lambda: seconds, **kept)
+
+
+def test_median_and_spread():
+    timing = Timing((4.0, 1.0, 2.0))
+    assert timing.median == 2.0
+    assert timing.spread == 1.5
+
+
+def test_even_number_of_rounds_takes_the_middle():
+    assert Timing((1.0, 2.0, 4.0, 8.0)).median == 3.0
+
+
+def test_interleaved_reports_seconds_per_piece_of_work():
+    launches = {"slow": constant(0.01), "fast": constant(0.001), "graph": constant(0.02, repeats=20)}
+    times = interleaved(launches, FakeClock(), rounds=3)
+    assert {name: timing.median for name, timing in times.items()} == pytest.approx(
+        {"slow": 0.01, "fast": 0.001, "graph": 0.001}
+    )
+    assert all(len(timing.rounds) == 3 for timing in times.values())
+
+
+def test_turns_rotate_and_fill_the_round():
+    launches = {name: constant(0.001) for name in "abc"}
+    clock = FakeClock()
+    interleaved(launches, clock, rounds=3, seconds_per_round=0.05, warm_up=4)
+    names = {launch.call: name for name, launch in launches.items()}
+    ran = [(names[call], count) for call, count in clock.ran]
+    assert ran[:6] == [("a", 4), ("a", 2), ("b", 4), ("b", 2), ("c", 4), ("c", 2)]
+    assert "".join(name for name, _ in ran[6:]) == "abcbcacab"
+    assert {count for _, count in ran[6:]} == {50}
+
+
+def test_warm_up_calls_are_not_in_the_figures():
+    left = iter([9.0] * 5)  # the first five calls compile
+    times = interleaved({"late": Launch(lambda: next(left, 0.001))}, FakeClock(), rounds=3, warm_up=5)
+    assert times["late"].rounds == pytest.approx((0.001,) * 3)
+
+
+def test_launch_counts_stay_in_their_limits():
+    assert launches_for(1.0, 0.04) == MIN_LAUNCHES
+    assert launches_for(1e-9, 0.04) == launches_for(0.0, 0.04) == MAX_LAUNCHES
+    assert launches_for(0.001, 0.04) == 40
+
+
+def test_host_clock_leaves_out_the_context_and_the_queue():
+    events = []
+
+    @contextlib.contextmanager
+    def context():
+        events.append("enter")
+        time.sleep(0.2)
+        yield
+        events.append("leave")
+
+    def synchronize():
+        events.append("synchronize")
+        time.sleep(0.2)
+
+    seconds = HostClock(synchronize).seconds(Launch(lambda: events.append("call"), context), 2)
+    assert events == ["enter", "synchronize", "call", "call", "synchronize", "leave"]
+    assert seconds < 0.2
+
+
+def row(name, *, microseconds=100.0, teraflops=500.0, kind="kernel"):
+    shape = {"head_dim": 128, "seqlen": 512, "causal": True, "batch": 32, "heads": 16, "heads_k": 16}
+    rest = {"spread": 0.01, "teraflops": teraflops, "sm_clock": 1755.0, "power": None}
+    return tables.Row(kind=kind, name=name, microseconds=microseconds, **shape, **rest)
+
+
+ROWS = [
+    row("ours", microseconds=80.0, teraflops=600.0),
+    row("fa4"),
+    row("matmul", microseconds=1500.0, teraflops=750.0),
+    row("ours", microseconds=10.0, teraflops=None, kind="host"),
+    row("cudnn", microseconds=26.0, teraflops=None, kind="host"),
+]
+
+
+def test_ratios_compare_rates_and_host_times():
+    kernel, host = tables.cells(ROWS).values()
+    assert tables.speed_ratio(kernel, "fa4") == pytest.approx(1.2)
+    assert tables.speed_ratio(kernel, "matmul") == pytest.approx(0.8)  # of rates: its time is for other work
+    assert tables.speed_ratio(kernel, "cudnn") is None
+    assert tables.speed_ratio(host, "cudnn") == pytest.approx(2.6)
+
+
+def test_written_results_hold_every_row(tmp_path):
+    markdown, table, document = tables.write(tmp_path / "new", "stem", {"gpu": "some", "date": "today"}, ROWS)
+    text = markdown.read_text()
+    assert "- gpu: some" in text
+    assert "| 128 | 512 | causal | 600 | 500 | 750 | 1.20 | 0.80 | 1.0% | 1755 |  |" in text
+    assert "| 128 | 512 | causal | 10.0 | 26.0 | 2.60 | 1.0% | 1755 |  |" in text
+    with table.open() as file:
+        assert [line["name"] for line in csv.DictReader(file)] == [one.name for one in ROWS]
+    read = json.loads(document.read_text())
+    assert read["environment"]["date"] == "today"
+    assert [tables.Row(**line) for line in read["rows"]] == ROWS
