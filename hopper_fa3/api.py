@@ -28,7 +28,7 @@ def _recall(q, k, v, out, options):
             options,
         )  # fmt: skip
         return signature, _recipes.get(signature)
-    except (AttributeError, TypeError):  # not tensors, or options that are no plain values
+    except (AttributeError, TypeError, RuntimeError):  # no tensors, no plain values, tensors without memory
         return None, None
 
 

@@ -71,8 +71,11 @@ def grid(options):
 
 
 def pace(seconds_left, cells_left, callables, rounds):
-    """Seconds of one callable in one round such that the remaining cells fit; warming up takes three rounds' worth."""
-    share = seconds_left / max(1, cells_left) / (callables * (rounds + 3))
+    """Seconds of one callable in one round such that the remaining cells fit.
+
+    The timer's lead adds half to a round; warming up takes three rounds' worth.
+    """
+    share = seconds_left / max(1, cells_left) / (callables * (1.5 * rounds + 3))
     return min(LONGEST_ROUND, max(SHORTEST_ROUND, share))
 
 

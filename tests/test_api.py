@@ -4,13 +4,14 @@ import inspect
 import math
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 from refusal import refused
 
 import hopper_fa3
-from hopper_fa3 import flash_attn_func, flash_attn_qkvpacked_func, launch
+from hopper_fa3 import api, flash_attn_func, flash_attn_qkvpacked_func, launch
 from hopper_fa3.plan import Plan
 from hopper_fa3.reference import standard
 
@@ -228,7 +229,8 @@ def test_cuda_tensors_go_to_launch(monkeypatch):
     calls = []
     monkeypatch.setattr(problem, "architecture", lambda device: "sm_90")
     monkeypatch.setattr(problem, "multiprocessors", lambda device: 132)
-    monkeypatch.setattr(launch, "forward", lambda *args, **options: calls.append((args, options)) or ("out", "lse"))
+    monkeypatch.setattr(launch, "prepare", lambda *args, **options: calls.append((args, options)) or "recipe")
+    monkeypatch.setattr(launch, "execute", lambda *args: calls.append(args) or ("out", "lse"))
     with FakeTensorMode():
         q, k, v = (torch.empty(2, 8, 4, 64, dtype=torch.bfloat16, device="cuda") for _ in range(3))
         plan, out = Plan(128, 128), torch.empty_like(q)
@@ -236,8 +238,71 @@ def test_cuda_tensors_go_to_launch(monkeypatch):
         assert flash_attn_func(q, k, v, return_attn_probs=True) == ("out", "lse")
     (asked, *tensors), options = calls[0]
     assert asked.right == 0 and all(a is b for a, b in zip(tensors, (q, k, v), strict=True))
-    assert options["out"] is out and options["plan"] is plan and options["sm_margin"] == 3
-    assert calls[1][1] == {"out": None, "plan": None, "sm_margin": 0}
+    assert options == {"out": out, "plan": plan, "sm_margin": 3}
+    assert calls[1] == ("recipe", q, k, v, out)
+    assert calls[2][1] == {"out": None, "plan": None, "sm_margin": 0}
+    assert calls[3] == ("recipe", q, k, v, None)
+
+
+class OnGpu:
+    """A CPU tensor's traits, said to be on a GPU: the memo reads nothing else."""
+
+    is_cuda, requires_grad, device = True, False, torch.device("cuda", 0)
+
+    def __init__(self, tensor, **changes):
+        self.shape, self.dtype = tensor.shape, tensor.dtype
+        self.stride, self.data_ptr = tensor.stride, lambda: 4096
+        vars(self).update(changes)
+
+
+@pytest.fixture
+def prepared(monkeypatch):
+    """The memo alone: a list of the calls that it did not know."""
+    made = []
+    cuda = SimpleNamespace(device=torch.device("cuda", 0))
+    monkeypatch.setattr(api, "_recipes", {})
+    monkeypatch.setattr(api.Problem, "from_tensors", lambda *args, **options: cuda)
+    monkeypatch.setattr(launch, "prepare", lambda *args, **options: made.append(options) or len(made))
+    monkeypatch.setattr(launch, "execute", lambda recipe, *tensors: (recipe, None))
+    return made
+
+
+MISSES = {
+    "softmax_scale": {"softmax_scale": 2.0},
+    "causal": {"causal": True},
+    "window_size": {"window_size": (-1, 3)},
+    "sm_margin": {"sm_margin": 1},
+    "plan": {"plan": Plan(128, 128)},
+    "out": {"out": OnGpu(torch.empty(2, 8, 4, 64))},
+    "misaligned q": {"q": OnGpu(torch.empty(2, 8, 4, 64), data_ptr=lambda: 4098)},
+    "strides of k": {"k": OnGpu(torch.empty(2, 4, 8, 64).transpose(1, 2))},
+    "shape of v": {"v": OnGpu(torch.empty(2, 8, 4, 32))},
+    "dtype of k": {"k": OnGpu(torch.empty(2, 8, 4, 64, dtype=torch.float16))},
+    "device of v": {"v": OnGpu(torch.empty(2, 8, 4, 64), device=torch.device("cuda", 1))},
+    "gradients": {"v": OnGpu(torch.empty(2, 8, 4, 64), requires_grad=True)},
+}
+
+
+@pytest.mark.parametrize("changes", MISSES.values(), ids=MISSES)
+def test_the_memo_tells_calls_apart(prepared, changes):
+    arguments = {name: OnGpu(torch.empty(2, 8, 4, 64)) for name in "qkv"}
+    assert [flash_attn_func(**arguments) for _ in range(3)] == [1, 1, 1]
+    assert [flash_attn_func(**{**arguments, **changes}) for _ in range(2)] == [2, 2]
+    assert flash_attn_func(**arguments) == 1
+    assert len(prepared) == 2
+
+
+def test_the_memo_leaves_what_it_cannot_key_to_problem(prepared):
+    tensors = [OnGpu(torch.empty(2, 8, 4, 64)) for _ in range(3)]
+    assert [flash_attn_func(*tensors, window_size=[-1, -1]) for _ in range(2)] == [1, 2]
+
+
+def test_the_memo_is_bounded(prepared, monkeypatch):
+    monkeypatch.setattr(api, "MEMO_ENTRIES", 3)
+    for length in range(1, 9):
+        tensor = OnGpu(torch.empty(1, length, 1, 64))
+        flash_attn_func(tensor, tensor, tensor)
+        assert len(api._recipes) <= 3
 
 
 def test_the_cpu_path_imports_no_kernel_language():

@@ -33,7 +33,7 @@ def test_grid_takes_its_options():
 
 def test_pace_slows_to_the_budget_and_never_below_the_shortest_round():
     assert bench.pace(1000, 2, 5, 7) == bench.LONGEST_ROUND
-    assert bench.pace(10, 10, 5, 7) == pytest.approx(10 / 10 / 5 / 10)
+    assert bench.pace(10, 10, 5, 7) == pytest.approx(10 / 10 / 5 / 13.5)
     assert bench.pace(-1, 10, 5, 7) == bench.SHORTEST_ROUND
 
 

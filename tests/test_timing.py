@@ -2,6 +2,7 @@
 
 import contextlib
 import csv
+import itertools
 import json
 import sys
 import time
@@ -48,15 +49,28 @@ def test_interleaved_reports_seconds_per_piece_of_work():
     assert all(len(timing.rounds) == 3 for timing in times.values())
 
 
-def test_turns_rotate_and_fill_the_round():
+def test_turns_change_their_order_and_lead_in_untimed():
     launches = {name: constant(0.001) for name in "abc"}
     clock = FakeClock()
-    interleaved(launches, clock, rounds=3, seconds_per_round=0.05, warm_up=4)
+    interleaved(launches, clock, rounds=12, seconds_per_round=0.05, warm_up=4)
     names = {launch.call: name for name, launch in launches.items()}
     ran = [(names[call], count) for call, count in clock.ran]
     assert ran[:6] == [("a", 4), ("a", 2), ("b", 4), ("b", 2), ("c", 4), ("c", 2)]
-    assert "".join(name for name, _ in ran[6:]) == "abcbcacab"
-    assert {count for _, count in ran[6:]} == {50}
+    leads, timed = ran[6::2], ran[7::2]
+    assert [name for name, _ in leads] == [name for name, _ in timed]
+    assert {count for _, count in leads} == {25} and {count for _, count in timed} == {50}
+    rounds = ["".join(name for name, _ in timed[i : i + 3]) for i in range(0, 36, 3)]
+    assert all(sorted(names) == ["a", "b", "c"] for names in rounds)
+    followers = {pair for order in rounds for pair in itertools.pairwise(order)}
+    assert len(followers) == 6  # everyone follows everyone somewhere
+
+
+def test_lead_in_is_not_in_the_figures():
+    slow_then_fast = iter([0.001, *[0.001, 0.001], *([0.5] * 25 + [0.001] * 50) * 2])
+    times = interleaved(
+        {"one": Launch(lambda: next(slow_then_fast))}, FakeClock(), rounds=2, seconds_per_round=0.05, warm_up=1
+    )
+    assert times["one"].rounds == pytest.approx((0.001, 0.001))
 
 
 def test_warm_up_calls_are_not_in_the_figures():
