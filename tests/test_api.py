@@ -8,9 +8,10 @@ import sys
 import pytest
 import torch
 from refusal import refused
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import hopper_fa3
-from hopper_fa3 import flash_attn_func, flash_attn_qkvpacked_func, launch
+from hopper_fa3 import api, flash_attn_func, flash_attn_qkvpacked_func, launch, problem
 from hopper_fa3.plan import Plan
 from hopper_fa3.reference import standard
 
@@ -220,24 +221,90 @@ def test_every_argument_reaches_the_problem():
             flash_attn_func(*inputs(), **{name: value})
 
 
-def test_cuda_tensors_go_to_launch(monkeypatch):
-    from torch._subclasses.fake_tensor import FakeTensorMode
+class Launches:
+    """Stands in for launch.py: which recipes were prepared, and which were launched."""
 
-    from hopper_fa3 import problem
+    TMA_ALIGNMENT = launch.TMA_ALIGNMENT
 
-    calls = []
+    def __init__(self):
+        self.prepared, self.executed = [], []
+
+    def prepare(self, problem, *tensors, **options):
+        self.prepared.append((problem, tensors, options))
+        return len(self.prepared)
+
+    def execute(self, recipe, *tensors):
+        self.executed.append((recipe, tensors))
+        return "out", "lse"
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """CUDA tensors can be made, the device says that it is an H200, and nothing is launched."""
     monkeypatch.setattr(problem, "architecture", lambda device: "sm_90")
     monkeypatch.setattr(problem, "multiprocessors", lambda device: 132)
-    monkeypatch.setattr(launch, "forward", lambda *args, **options: calls.append((args, options)) or ("out", "lse"))
+    monkeypatch.setattr(torch.Tensor, "data_ptr", lambda tensor: 0)  # a fake tensor has no address
+    monkeypatch.setattr(api, "launch", Launches())
+    monkeypatch.setattr(api, "_recipes", {})
     with FakeTensorMode():
-        q, k, v = (torch.empty(2, 8, 4, 64, dtype=torch.bfloat16, device="cuda") for _ in range(3))
-        plan, out = Plan(128, 128), torch.empty_like(q)
-        assert flash_attn_func(q, k, v, causal=True, out=out, plan=plan, sm_margin=3) == "out"
-        assert flash_attn_func(q, k, v, return_attn_probs=True) == ("out", "lse")
-    (asked, *tensors), options = calls[0]
+        yield api.launch
+
+
+def fakes(batch=2, seqlen_q=8, seqlen_k=8, heads=4, heads_k=4, head_dim_v=64, dtype=torch.bfloat16):
+    shapes = ((batch, seqlen_q, heads, 64), (batch, seqlen_k, heads_k, 64), (batch, seqlen_k, heads_k, head_dim_v))
+    return [torch.empty(shape, dtype=dtype, device="cuda") for shape in shapes]
+
+
+def test_cuda_tensors_go_to_launch(launches):
+    q, k, v = fakes()
+    plan, out = Plan(128, 128), torch.empty_like(q)
+    assert flash_attn_func(q, k, v, causal=True, out=out, plan=plan, sm_margin=3) == "out"
+    assert flash_attn_func(q, k, v, return_attn_probs=True) == ("out", "lse")
+    asked, tensors, options = launches.prepared[0]
     assert asked.right == 0 and all(a is b for a, b in zip(tensors, (q, k, v), strict=True))
     assert options["out"] is out and options["plan"] is plan and options["sm_margin"] == 3
-    assert calls[1][1] == {"out": None, "plan": None, "sm_margin": 0}
+    recipe, given = launches.executed[0]
+    assert recipe == 1 and all(a is b for a, b in zip(given, (q, k, v, out), strict=True))
+    assert launches.executed[1][0] == 2 and launches.executed[1][1][3] is None
+
+
+def test_a_call_seen_before_reuses_its_recipe(launches):
+    for _ in range(3):
+        flash_attn_func(*fakes(), causal=True)
+    assert [recipe for recipe, _ in launches.executed] == [1, 1, 1] and len(launches.prepared) == 1
+
+
+def test_a_call_that_differs_has_a_recipe_of_its_own(launches):
+    options = (
+        {}, {"causal": True}, {"softmax_scale": 0.5}, {"softmax_scale": -0.5}, {"window_size": (-1, 3)},
+        {"sm_margin": 1}, {"plan": Plan(128, 64)}, {"out": fakes()[0]},
+    )  # fmt: skip
+    shapes = (
+        {"batch": 1}, {"seqlen_q": 4}, {"seqlen_k": 4}, {"heads": 8}, {"heads_k": 2}, {"head_dim_v": 32},
+        {"dtype": torch.float16},
+    )  # fmt: skip
+    calls = [(fakes(), option) for option in options] + [(fakes(**shape), {}) for shape in shapes]
+    transposed = [x.transpose(1, 2) for x in fakes(seqlen_q=4, seqlen_k=4, heads=8, heads_k=8)]
+    calls += [([*fakes()[:place], transposed[place], *fakes()[place + 1 :]], {}) for place in range(3)]
+    calls += [(fakes(), {"out": transposed[0]})]
+    same_strides = torch.empty_strided((2, 8, 4, 32), fakes()[2].stride(), dtype=torch.bfloat16, device="cuda")
+    calls += [([*fakes()[:2], same_strides], {})]
+    for tensors, option in calls:
+        flash_attn_func(*tensors, **option)
+    assert [recipe for recipe, _ in launches.executed] == list(range(1, len(calls) + 1))
+
+
+def test_a_refused_call_is_refused_again(launches):
+    q, k, v = fakes()
+    flash_attn_func(q, k, v)
+    for _ in range(2):
+        with pytest.raises(NotImplementedError, match="softcap"):
+            flash_attn_func(q, k, v, softcap=2.0)
+        with pytest.raises(NotImplementedError, match="requires_grad"):
+            flash_attn_func(torch.empty(q.shape, dtype=q.dtype, device="cuda", requires_grad=True), k, v)
+        with pytest.raises(ValueError, match="out must have shape"):
+            flash_attn_func(q, k, v, out=fakes(batch=1)[0])
+    assert len(launches.prepared) == 1
 
 
 def test_the_cpu_path_imports_no_kernel_language():
