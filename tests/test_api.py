@@ -4,14 +4,14 @@ import inspect
 import math
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
 from refusal import refused
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import hopper_fa3
-from hopper_fa3 import api, flash_attn_func, flash_attn_qkvpacked_func, launch
+from hopper_fa3 import api, flash_attn_func, flash_attn_qkvpacked_func, launch, problem
 from hopper_fa3.plan import Plan
 from hopper_fa3.reference import standard
 
@@ -221,88 +221,112 @@ def test_every_argument_reaches_the_problem():
             flash_attn_func(*inputs(), **{name: value})
 
 
-def test_cuda_tensors_go_to_launch(monkeypatch):
-    from torch._subclasses.fake_tensor import FakeTensorMode
+class Launches:
+    """Stands in for launch.py: which recipes were prepared, and which were launched."""
 
-    from hopper_fa3 import problem
+    TMA_ALIGNMENT = launch.TMA_ALIGNMENT
 
-    calls = []
-    monkeypatch.setattr(problem, "architecture", lambda device: "sm_90")
-    monkeypatch.setattr(problem, "multiprocessors", lambda device: 132)
-    monkeypatch.setattr(launch, "prepare", lambda *args, **options: calls.append((args, options)) or "recipe")
-    monkeypatch.setattr(launch, "execute", lambda *args: calls.append(args) or ("out", "lse"))
-    with FakeTensorMode():
-        q, k, v = (torch.empty(2, 8, 4, 64, dtype=torch.bfloat16, device="cuda") for _ in range(3))
-        plan, out = Plan(128, 128), torch.empty_like(q)
-        assert flash_attn_func(q, k, v, causal=True, out=out, plan=plan, sm_margin=3) == "out"
-        assert flash_attn_func(q, k, v, return_attn_probs=True) == ("out", "lse")
-    (asked, *tensors), options = calls[0]
-    assert asked.right == 0 and all(a is b for a, b in zip(tensors, (q, k, v), strict=True))
-    assert options == {"out": out, "plan": plan, "sm_margin": 3}
-    assert calls[1] == ("recipe", q, k, v, out)
-    assert calls[2][1] == {"out": None, "plan": None, "sm_margin": 0}
-    assert calls[3] == ("recipe", q, k, v, None)
+    def __init__(self):
+        self.prepared, self.executed = [], []
 
+    def prepare(self, problem, *tensors, **options):
+        self.prepared.append((problem, tensors, options))
+        return len(self.prepared)
 
-class OnGpu:
-    """A CPU tensor's traits, said to be on a GPU: the memo reads nothing else."""
-
-    is_cuda, requires_grad, device = True, False, torch.device("cuda", 0)
-
-    def __init__(self, tensor, **changes):
-        self.shape, self.dtype = tensor.shape, tensor.dtype
-        self.stride, self.data_ptr = tensor.stride, lambda: 4096
-        vars(self).update(changes)
+    def execute(self, recipe, *tensors):
+        self.executed.append((recipe, tensors))
+        return "out", "lse"
 
 
 @pytest.fixture
-def prepared(monkeypatch):
-    """The memo alone: a list of the calls that it did not know."""
-    made = []
-    cuda = SimpleNamespace(device=torch.device("cuda", 0))
+def launches(monkeypatch):
+    """CUDA tensors can be made, the device says that it is an H200, and nothing is launched."""
+    monkeypatch.setattr(problem, "architecture", lambda device: "sm_90")
+    monkeypatch.setattr(problem, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(torch.Tensor, "data_ptr", lambda tensor: 0)  # a fake tensor has no address
+    monkeypatch.setattr(api, "launch", Launches())
     monkeypatch.setattr(api, "_recipes", {})
-    monkeypatch.setattr(api.Problem, "from_tensors", lambda *args, **options: cuda)
-    monkeypatch.setattr(launch, "prepare", lambda *args, **options: made.append(options) or len(made))
-    monkeypatch.setattr(launch, "execute", lambda recipe, *tensors: (recipe, None))
-    return made
+    with FakeTensorMode():
+        yield api.launch
 
 
-MISSES = {
-    "softmax_scale": {"softmax_scale": 2.0},
-    "causal": {"causal": True},
-    "window_size": {"window_size": (-1, 3)},
-    "sm_margin": {"sm_margin": 1},
-    "plan": {"plan": Plan(128, 128)},
-    "out": {"out": OnGpu(torch.empty(2, 8, 4, 64))},
-    "misaligned q": {"q": OnGpu(torch.empty(2, 8, 4, 64), data_ptr=lambda: 4098)},
-    "strides of k": {"k": OnGpu(torch.empty(2, 4, 8, 64).transpose(1, 2))},
-    "shape of v": {"v": OnGpu(torch.empty(2, 8, 4, 32))},
-    "dtype of k": {"k": OnGpu(torch.empty(2, 8, 4, 64, dtype=torch.float16))},
-    "device of v": {"v": OnGpu(torch.empty(2, 8, 4, 64), device=torch.device("cuda", 1))},
-    "gradients": {"v": OnGpu(torch.empty(2, 8, 4, 64), requires_grad=True)},
-}
+def fakes(batch=2, seqlen_q=8, seqlen_k=8, heads=4, heads_k=4, head_dim_v=64, dtype=torch.bfloat16):
+    shapes = ((batch, seqlen_q, heads, 64), (batch, seqlen_k, heads_k, 64), (batch, seqlen_k, heads_k, head_dim_v))
+    return [torch.empty(shape, dtype=dtype, device="cuda") for shape in shapes]
 
 
-@pytest.mark.parametrize("changes", MISSES.values(), ids=MISSES)
-def test_the_memo_tells_calls_apart(prepared, changes):
-    arguments = {name: OnGpu(torch.empty(2, 8, 4, 64)) for name in "qkv"}
-    assert [flash_attn_func(**arguments) for _ in range(3)] == [1, 1, 1]
-    assert [flash_attn_func(**{**arguments, **changes}) for _ in range(2)] == [2, 2]
-    assert flash_attn_func(**arguments) == 1
-    assert len(prepared) == 2
+def test_cuda_tensors_go_to_launch(launches):
+    q, k, v = fakes()
+    plan, out = Plan(128, 128), torch.empty_like(q)
+    assert flash_attn_func(q, k, v, causal=True, out=out, plan=plan, sm_margin=3) == "out"
+    assert flash_attn_func(q, k, v, return_attn_probs=True) == ("out", "lse")
+    asked, tensors, options = launches.prepared[0]
+    assert asked.right == 0 and all(a is b for a, b in zip(tensors, (q, k, v), strict=True))
+    assert options["out"] is out and options["plan"] is plan and options["sm_margin"] == 3
+    recipe, given = launches.executed[0]
+    assert recipe == 1 and all(a is b for a, b in zip(given, (q, k, v, out), strict=True))
+    assert launches.executed[1][0] == 2 and launches.executed[1][1][3] is None
 
 
-def test_the_memo_leaves_what_it_cannot_key_to_problem(prepared):
-    tensors = [OnGpu(torch.empty(2, 8, 4, 64)) for _ in range(3)]
-    assert [flash_attn_func(*tensors, window_size=[-1, -1]) for _ in range(2)] == [1, 2]
+def test_a_call_seen_before_reuses_its_recipe(launches):
+    for _ in range(3):
+        flash_attn_func(*fakes(), causal=True)
+    assert [recipe for recipe, _ in launches.executed] == [1, 1, 1] and len(launches.prepared) == 1
 
 
-def test_the_memo_is_bounded(prepared, monkeypatch):
+def test_a_call_that_differs_has_a_recipe_of_its_own(launches):
+    options = (
+        {}, {"causal": True}, {"softmax_scale": 0.5}, {"softmax_scale": -0.5}, {"window_size": (-1, 3)},
+        {"sm_margin": 1}, {"plan": Plan(128, 64)}, {"out": fakes()[0]},
+    )  # fmt: skip
+    shapes = (
+        {"batch": 1}, {"seqlen_q": 4}, {"seqlen_k": 4}, {"heads": 8}, {"heads_k": 2}, {"head_dim_v": 32},
+        {"dtype": torch.float16},
+    )  # fmt: skip
+    calls = [(fakes(), option) for option in options] + [(fakes(**shape), {}) for shape in shapes]
+    transposed = [x.transpose(1, 2) for x in fakes(seqlen_q=4, seqlen_k=4, heads=8, heads_k=8)]
+    calls += [([*fakes()[:place], transposed[place], *fakes()[place + 1 :]], {}) for place in range(3)]
+    calls += [(fakes(), {"out": transposed[0]})]
+    same_strides = torch.empty_strided((2, 8, 4, 32), fakes()[2].stride(), dtype=torch.bfloat16, device="cuda")
+    calls += [([*fakes()[:2], same_strides], {})]
+    for tensors, option in calls:
+        flash_attn_func(*tensors, **option)
+    assert [recipe for recipe, _ in launches.executed] == list(range(1, len(calls) + 1))
+
+
+def test_a_refused_call_is_refused_again(launches):
+    q, k, v = fakes()
+    flash_attn_func(q, k, v)
+    for _ in range(2):
+        with pytest.raises(NotImplementedError, match="softcap"):
+            flash_attn_func(q, k, v, softcap=2.0)
+        with pytest.raises(NotImplementedError, match="requires_grad"):
+            flash_attn_func(torch.empty(q.shape, dtype=q.dtype, device="cuda", requires_grad=True), k, v)
+        with pytest.raises(ValueError, match="out must have shape"):
+            flash_attn_func(q, k, v, out=fakes(batch=1)[0])
+    assert len(launches.prepared) == 1
+
+
+def test_alignment_is_part_of_the_signature(launches, monkeypatch):
+    tensors = fakes()
+    for address in (4096, 4112, 4098, 4096):
+        monkeypatch.setattr(torch.Tensor, "data_ptr", lambda tensor, address=address: address)
+        flash_attn_func(*tensors)
+    assert [recipe for recipe, _ in launches.executed] == [1, 1, 2, 1]
+
+
+def test_options_that_are_no_plain_values_are_left_to_problem(launches):
+    for _ in range(2):
+        flash_attn_func(*fakes(), window_size=[-1, -1])
+    assert [recipe for recipe, _ in launches.executed] == [1, 2]
+
+
+def test_the_memo_is_bounded(launches, monkeypatch):
     monkeypatch.setattr(api, "MEMO_ENTRIES", 3)
-    for length in range(1, 9):
-        tensor = OnGpu(torch.empty(1, length, 1, 64))
-        flash_attn_func(tensor, tensor, tensor)
+    for batch in range(1, 9):
+        flash_attn_func(*fakes(batch=batch))
         assert len(api._recipes) <= 3
+    assert len(launches.prepared) == 8
 
 
 def test_the_cpu_path_imports_no_kernel_language():
