@@ -89,7 +89,7 @@ def flash_attn_func(
             return (out, lse) if return_attn_probs else out
         recipe = launch.prepare(problem, q, k, v, out=out, plan=plan, sm_margin=sm_margin)
         _remember(signature, recipe)
-    out, lse = launch.execute(recipe, q, k, v, out)
+    out, lse = launch.execute(recipe, q, k, v, out, want_lse=return_attn_probs)
     return (out, lse) if return_attn_probs else out
 
 

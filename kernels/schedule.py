@@ -77,10 +77,11 @@ class Schedule:
         following = index + cute.arch.grid_dim()[0]
         if const_expr(self.dynamic):
             queue.pipe.consumer_wait(state)
-            following = cute.arch.make_warp_uniform(queue.slots[state.index])
-            cute.arch.sync_warp()
+            # The lane that reads is the one that gives the slot back
             if cute.arch.lane_idx() == 0:
+                following = queue.slots[state.index]
                 queue.pipe.consumer_release(state)
+            following = cute.arch.make_warp_uniform(cute.arch.shuffle_sync(following, 0))
             state.advance()
         return following, state
 

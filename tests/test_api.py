@@ -227,14 +227,15 @@ class Launches:
     TMA_ALIGNMENT = launch.TMA_ALIGNMENT
 
     def __init__(self):
-        self.prepared, self.executed = [], []
+        self.prepared, self.executed, self.wanted = [], [], []
 
     def prepare(self, problem, *tensors, **options):
         self.prepared.append((problem, tensors, options))
         return len(self.prepared)
 
-    def execute(self, recipe, *tensors):
+    def execute(self, recipe, *tensors, want_lse):
         self.executed.append((recipe, tensors))
+        self.wanted.append(want_lse)
         return "out", "lse"
 
 
@@ -266,6 +267,7 @@ def test_cuda_tensors_go_to_launch(launches):
     recipe, given = launches.executed[0]
     assert recipe == 1 and all(a is b for a, b in zip(given, (q, k, v, out), strict=True))
     assert launches.executed[1][0] == 2 and launches.executed[1][1][3] is None
+    assert launches.wanted == [False, True]
 
 
 def test_a_call_seen_before_reuses_its_recipe(launches):

@@ -148,3 +148,15 @@ def test_a_warm_call_compiles_nothing(device):
         flash_attn_func(q[:, : 1 + i % 64], k[:, : 1 + i % 61], v[:, : 1 + i % 61])
     torch.cuda.synchronize()
     assert time.perf_counter() - start < 1
+
+
+@pytest.mark.parametrize(
+    "seqlen", [300, 20000]
+)  # an LSE that nobody asks for: small ones share memory, large ones do not
+def test_the_result_is_the_same_where_the_lse_is_not_asked_for(seqlen, device):
+    q, k, v = replace(CASE, batch=1, seqlen_q=seqlen, seqlen_k=300, heads=16, heads_k=2).inputs(device)
+    out, lse = check(q, k, v, causal=True)
+    kept = lse.clone()
+    for _ in range(3):
+        assert torch.equal(flash_attn_func(q, k, v, causal=True), out)
+    assert torch.equal(lse, kept)
