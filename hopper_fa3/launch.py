@@ -11,6 +11,9 @@ from .problem import multiprocessors
 # Below the smallest normal float32 a scale would be flushed to 0, and 0 times a masked score of -inf is NaN.
 SMALLEST_SCALE = 1.1754943508222875e-38
 TMA_ALIGNMENT = 16  # bytes: base address and strides of what TMA reads and writes
+# Elements. A dimension of size 1 may carry any stride, but a descriptor holds only 40 bits of one, and V's shifted base
+# (kv_source.py) must stay an address. Longer strides of other dimensions are those of real memory.
+FARTHEST_ALONE = 2**31
 
 
 UNREAD_ROWS = 2**18  # 1 MiB a device
@@ -66,7 +69,8 @@ def execute(recipe, q, k, v, out=None, *, want_lse=True):
     lse = torch.empty_like(recipe.lse) if want_lse or recipe.unread_lse is None else recipe.unread_lse
     if recipe.function is None:  # no query: nothing to write; no key: every row sees none
         out.zero_()
-        lse.fill_(-math.inf)
+        if want_lse:  # memory for unread LSEs may be an inference tensor, which PyTorch would refuse to fill
+            lse.fill_(-math.inf)
         return out, lse
     counter = tile_counter(q.device) if recipe.dynamic else None
     if recipe.fits:
@@ -111,18 +115,19 @@ def tile_counter(device):
 
 
 def scale_log2(softmax_scale):
-    """Softmax scale in base 2, never 0; its sign is part of the compiled kernel."""
-    value = softmax_scale * math.log2(math.e)
-    return math.copysign(max(abs(value), SMALLEST_SCALE), value)
+    """Softmax scale in base 2, never 0; its sign is part of the compiled kernel, to which -0.0 is not negative."""
+    magnitude = max(abs(softmax_scale) * math.log2(math.e), SMALLEST_SCALE)
+    return -magnitude if softmax_scale < 0 else magnitude
 
 
 def tma_reads(tensor):
     """True where TMA can address the tensor as it is: 16-byte aligned base and strides, contiguous last dimension."""
     elements = TMA_ALIGNMENT // tensor.element_size()
+    outer = zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
     return (
         tensor.stride(-1) == 1
         and tensor.data_ptr() % TMA_ALIGNMENT == 0
-        and all(stride % elements == 0 for stride in tensor.stride()[:-1])
+        and all(stride % elements == 0 and (size > 1 or stride < FARTHEST_ALONE) for size, stride in outer)
     )
 
 
