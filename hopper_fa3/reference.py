@@ -61,7 +61,7 @@ def standard(q, k, v, *, softmax_scale=None, left=None, right=None, compute_dtyp
             tensor[entry, :, index].to(dtype).contiguous()
             for tensor, index in ((q, head), (k, head // group), (v, head // group))
         )
-        scores = (queries @ keys.mT * scale).to(lse.dtype)
+        scores = (_product(queries, keys.mT) * scale).to(lse.dtype)
         if hidden is not None:
             scores = scores.masked_fill(hidden, -math.inf)
         weights = torch.softmax(scores, -1)
@@ -266,19 +266,25 @@ def _by_head(block, dtype):
 
 def _scores(queries, k_block, hidden, problem):
     # Scaled after the product: that of 16-bit inputs is exact in float32, a scaled query is not.
-    scores = (queries @ k_block.mT).mul_(problem.softmax_scale)
+    scores = _product(queries, k_block.mT).mul_(problem.softmax_scale)
     return scores if hidden is None else scores.masked_fill_(hidden.repeat(problem.group, 1), -math.inf)
 
 
 def _weighted_sum(weights, v, finite):
     """``weights @ v`` where a weight of 0 takes nothing, not even from NaN or inf. ``finite``: V holds neither."""
     if finite:
-        return weights @ v
-    result = weights @ v.masked_fill(~v.isfinite(), 0)
+        return _product(weights, v)
+    result = _product(weights, v.masked_fill(~v.isfinite(), 0))
     taken = (weights != 0).to(v.dtype)
     for kind, value in ((v == math.inf, math.inf), (v == -math.inf, -math.inf), (v.isnan(), math.nan)):
-        result = result + torch.zeros_like(result).masked_fill(taken @ kind.to(v.dtype) > 0, value)
+        result = result + torch.zeros_like(result).masked_fill(_product(taken, kind.to(v.dtype)) > 0, value)
     return result
+
+
+def _product(a, b):
+    """``a @ b`` in the operands' dtype, also where autocast would round them to 16 bits."""
+    with torch.autocast(a.device.type, enabled=False):
+        return a @ b
 
 
 def _all_finite(tensor):

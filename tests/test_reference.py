@@ -334,6 +334,21 @@ def test_second_derivatives():
     assert torch.autograd.gradgradcheck(lambda *x: blockwise(problem, *x, block_q=3, block_k=2), tensors)
 
 
+@EVERY
+def test_autocast_changes_nothing(kind):
+    """Not the backward's recomputation either, which repeats the forward under the autocast that it saw."""
+    tensors = [x.requires_grad_(kind is not blockwise_kv_outer) for x in inputs(20, 30, dtype=torch.float32)]
+    tensors[2].detach()[0, 29, 0, 0] = math.inf  # the path of values that are not finite has products of its own
+    results = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            out, lse = attention(kind)(*tensors, causal=True)
+        grads = () if kind is blockwise_kv_outer else torch.autograd.grad(out[:, :19].sum() + lse.sum(), tensors)
+        results.append((out, lse, *grads))
+    for plain, under_autocast in zip(*results, strict=True):
+        torch.testing.assert_close(under_autocast, plain, rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k", "batch"), [(0, 5, 2), (5, 0, 2), (5, 5, 0)])
 @pytest.mark.parametrize("kind", [standard, blockwise])
 def test_gradients_where_there_is_no_work(seqlen_q, seqlen_k, batch, kind):
