@@ -11,6 +11,8 @@ from . import plan as planning
 
 SCALE_LIMIT = 2.0**127  # the kernel works in base 2: scale * log2(e) must be finite in float32
 TILE_ROWS = 64  # queries of the smallest tile that a kernel may use
+# A tile index has 32 bits, and a CTA stops at one that may be a whole grid (an SM a CTA) past the last tile.
+TOO_MANY_TILES = 2**31 - 2**12
 ANY_COUNT = range(2**63)
 NOT_BUILT = NotImplementedError
 ON_CPU, ON_CUDA = (("device", "cpu"),), (("device", "cuda"),)
@@ -44,8 +46,8 @@ ILLEGAL = (
     Illegal("seqlen_q", range(2**30), ON_CUDA, ValueError, "seqlen_q must be less than 2**30"),
     Illegal("seqlen_k", range(2**30), ON_CUDA, ValueError, "seqlen_k must be less than 2**30"),
     Illegal(
-        "tiles", range(2**31), ON_CUDA, ValueError,
-        "batch * heads * ceil(seqlen_q / 64) must be at most 2**31 - 1",
+        "tiles", range(TOO_MANY_TILES), ON_CUDA, ValueError,
+        "batch * heads * ceil(seqlen_q / 64) must be less than 2**31 - 2**12",
     ),
     Illegal("sm_margin", ANY_COUNT, (), ValueError, "sm_margin must be an integer of at least 0"),
     Illegal("remaining_sms", ANY_COUNT[1:], ON_CUDA, ValueError, "the device's SMs minus sm_margin must be at least 1"),
