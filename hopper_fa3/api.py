@@ -24,7 +24,8 @@ def _recall(q, k, v, out, options):
             v.shape, v.stride(), v.dtype, v.device, v.data_ptr() % launch.TMA_ALIGNMENT,
             out is not None
             and (out.shape, out.stride(), out.dtype, out.device, out.data_ptr() % launch.TMA_ALIGNMENT),
-            torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
+            torch.is_grad_enabled()
+            and (q.requires_grad or k.requires_grad or v.requires_grad or (out is not None and out.requires_grad)),
             options,
         )  # fmt: skip
         return signature, _recipes.get(signature)

@@ -176,6 +176,8 @@ def refuse_illegal(facts):
 
 def bounds(window_size, causal, seqlen_q, seqlen_k):
     """``(left, right)`` of the visibility rule in API.md, None for a side that hides no key of these lengths."""
+    if not isinstance(causal, int):  # a tensor could change its value under the memo of api.py
+        raise TypeError(f"causal must be True or False, got {_shown(causal)}")
     if not isinstance(window_size, (tuple, list)):
         raise TypeError(f"window_size must be a pair (left, right), got {_shown(window_size)}")
     if len(window_size) != 2:
@@ -293,6 +295,8 @@ def _check_out(out, problem):
         raise ValueError(f"out must have shape {expected}, got {tuple(out.shape)}")
     if out.device != problem.device:
         raise ValueError(f"out must be on q's device {problem.device}, got {out.device}")
+    if out.requires_grad and torch.is_grad_enabled():
+        raise ValueError("out must not require grad where grad mode is on (results are written in place), got True")
     if any(stride == 0 and size > 1 for size, stride in zip(out.shape, out.stride(), strict=True)):
         raise ValueError(f"out must have an address of its own for every element, got strides {out.stride()}")
 
@@ -316,6 +320,8 @@ def _checked_scale(softmax_scale):
 def _require_tensor(name, value):
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {_shown(value)}")
+    if value.layout != torch.strided or value.is_nested:
+        raise TypeError(f"{name} must be a dense tensor, got {'a nested one' if value.is_nested else value.layout}")
 
 
 def _is_integer(value):

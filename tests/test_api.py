@@ -307,6 +307,13 @@ def test_a_refused_call_is_refused_again(launches):
         with pytest.raises(ValueError, match="out must have shape"):
             flash_attn_func(q, k, v, out=fakes(batch=1)[0])
     assert len(launches.prepared) == 1
+    out = torch.empty(q.shape, dtype=q.dtype, device="cuda", requires_grad=True)
+    for _ in range(2):
+        with torch.no_grad():
+            flash_attn_func(q, k, v, out=out)
+        with pytest.raises(ValueError, match="out must not require grad"):
+            flash_attn_func(q, k, v, out=out)
+    assert len(launches.prepared) == 2
 
 
 def test_alignment_is_part_of_the_signature(launches, monkeypatch):

@@ -146,6 +146,8 @@ CALLS = (
     ({"window_size": (-1, -2)}, ValueError, "each side of window_size must be None, -1 or at least 0, got (-1, -2)"),
     ({"window_size": (-1, 1.5)}, ValueError, "each side of window_size must be None, -1 or at least 0, got (-1, 1.5)"),
     ({"window_size": 3}, TypeError, "window_size must be a pair (left, right), got 3"),
+    ({"causal": torch.tensor(True)}, TypeError, "causal must be True or False, got Tensor"),
+    ({"causal": "no"}, TypeError, "causal must be True or False, got no"),
     ({"window_size": (1, 2, 3)}, ValueError, "window_size must be a pair (left, right), got 3 values"),
     ({"softmax_scale": math.nan}, ValueError, "softmax_scale must be finite and below 2**127 in magnitude, got nan"),
     ({"softmax_scale": -math.inf}, ValueError, "softmax_scale must be finite and below 2**127 in magnitude, got -inf"),
@@ -162,6 +164,8 @@ CALLS = (
      "out must have shape (2, 5, 4, 64), got (2, 5, 2, 64)"),
     ({"out": torch.empty(2, 5, 4, 64, dtype=torch.bfloat16, device="meta")}, ValueError,
      "out must be on q's device cpu, got meta"),
+    ({"out": torch.empty(2, 5, 4, 64, dtype=torch.bfloat16, requires_grad=True)}, ValueError,
+     "out must not require grad where grad mode is on (results are written in place), got True"),
     ({"out": torch.empty(5, 4, 64, dtype=torch.bfloat16).expand(2, 5, 4, 64)}, ValueError,
      "out must have an address of its own for every element, got strides (0, 256, 64, 1)"),
 )  # fmt: skip
@@ -208,6 +212,19 @@ def test_what_is_no_tensor(place):
     given[place] = [1.0]
     with refused(TypeError, f"{'qkv'[place]} must be a torch.Tensor, got list"):
         Problem.from_tensors(*given)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_tensors_without_strides(place):
+    for tensor, got in (
+        (torch.zeros(2, 5, 4, 64).to_sparse(), "torch.sparse_coo"),
+        (torch.nested.nested_tensor([torch.zeros(5, 4, 64)] * 2), "a nested one"),
+    ):
+        given = list(tensors(dtype=torch.float32))
+        given[place] = tensor
+        with refused(TypeError, f"{'qkv'[place]} must be a dense tensor, got {got}"):
+            Problem.from_tensors(*given)
 
 
 def test_mixed_dtypes_and_devices():
@@ -334,7 +351,7 @@ def test_gradients_and_out_on_the_cpu():
     with refused(ROWS[-1][2], ROWS[-1][3]):
         Problem.from_tensors(q, k, v, out=out)
     with torch.no_grad():
-        assert Problem.from_tensors(q, k, v, out=out).batch == 2
+        assert Problem.from_tensors(q, k, v, out=out.requires_grad_()).batch == 2
 
 
 def test_the_device_is_asked_once(monkeypatch):
