@@ -324,6 +324,15 @@ def test_alignment_is_part_of_the_signature(launches, monkeypatch):
     assert [recipe for recipe, _ in launches.executed] == [1, 1, 2, 1]
 
 
+@pytest.mark.parametrize("place", range(4))
+def test_the_alignment_of_every_tensor_is_part_of_the_signature(place, launches, monkeypatch):
+    q, k, v, out = tensors = [*fakes(), fakes()[0]]
+    flash_attn_func(q, k, v, out=out)
+    monkeypatch.setattr(torch.Tensor, "data_ptr", lambda tensor: 2 if tensor is tensors[place] else 0)
+    flash_attn_func(q, k, v, out=out)
+    assert [recipe for recipe, _ in launches.executed] == [1, 2]
+
+
 def test_options_that_are_no_plain_values_are_left_to_problem(launches):
     for _ in range(2):
         flash_attn_func(*fakes(), window_size=[-1, -1])

@@ -114,6 +114,7 @@ def test_tile_class_refuses_more_than_256():
 def test_sections_keep_keys_and_values_in_l2():
     # 8192 keys of 128 + 128 values of 2 bytes are 4 MiB a K/V head: 8 of them in 32 MiB, 4 query heads each
     assert plan.heads_per_section(problem()) == 32
+    assert plan.heads_per_section(problem(seqlen_k=12_000)) == 16  # 5 K/V heads would fit: a power of two
     assert plan.heads_per_section(problem(seqlen_k=2**20)) == 4  # one K/V head, its whole group
     assert plan.heads_per_section(problem(seqlen_k=8)) == 32  # never more than there are
     assert plan.heads_per_section(problem(right=None)) == 1
