@@ -14,8 +14,6 @@ TMA_ALIGNMENT = 16  # bytes: base address and strides of what TMA reads and writ
 # Elements. A dimension of size 1 may carry any stride, but a descriptor holds only 40 bits of one, and V's shifted base
 # (kv_source.py) must stay an address. Longer strides of other dimensions are those of real memory.
 FARTHEST_ALONE = 2**31
-
-
 UNREAD_ROWS = 2**18  # 1 MiB a device
 
 _unread = {}  # device -> memory for LSEs that nobody reads
