@@ -35,7 +35,7 @@ class Rows(NamedTuple):
     probabilities: cute.Tensor
     extreme: cute.Tensor
     sum: cute.Tensor
-    key_limits: cute.Tensor  # keys that each row sees, less the thread's first column
+    key_limits: cute.Tensor  # leading keys that each row sees
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, const_expr
 
-FLOAT32_MAX = 3.4028234663852886e38
+# A little below the largest float32: divided by the scale and multiplied by it again, that one rounds to infinity for
+# one scale in seven.
+LARGEST_EXPONENT = 3.4e38
 ROWS = 2  # rows of a WGMMA accumulator that one thread holds
 QUAD = 4  # threads that share a row
 CHAINS = 4  # independent partial maxima and sums a row: hides the latency of dependent FMNMX and FADD
@@ -39,7 +41,7 @@ class Softmax:
         row_extreme = cute.make_rmem_tensor(ROWS, Float32)
         row_sum = cute.make_rmem_tensor(ROWS, Float32)
         magnitude = cute.arch.fmax(scale_log2, -scale_log2)
-        bound = Float32(-FLOAT32_MAX) / cute.arch.fmax(magnitude, Float32(1.0))
+        bound = Float32(-LARGEST_EXPONENT) / cute.arch.fmax(magnitude, Float32(1.0))
         row_extreme.fill(-bound if const_expr(self.negative_scale) else bound)
         row_sum.fill(0.0)
         return row_extreme, row_sum

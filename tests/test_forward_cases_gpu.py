@@ -86,7 +86,7 @@ def test_line_8_strided_keys_and_contiguous_values(device):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("scale", [0.0, -0.3, -(120**-0.5), math.sqrt(120), 1e-30])
+@pytest.mark.parametrize("scale", [0.0, -0.0, -0.3, -(120**-0.5), math.sqrt(120), 1e-30, 1.1, -1.1, math.sqrt(96)])
 def test_line_19_scales(scale, causal, device):
     q, k, v = replace(SMALL, head_dim=120, head_dim_v=120).inputs(device)
     check(q, k, v, softmax_scale=scale, causal=causal)
