@@ -2,15 +2,18 @@
 
 import ast
 import functools
+import math
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from hopper_fa3 import compile as compiling
 from hopper_fa3 import machine_code, plan
+from hopper_fa3.kernels.softmax import LARGEST_EXPONENT
 from hopper_fa3.problem import Static
 
 ROOT = Path(__file__).parent.parent
@@ -64,6 +67,19 @@ def test_unmasked_loop_has_no_mask_arithmetic():
     static = KINDS[4]
     elements = plan.choose(static).tile_n // 2
     assert 2 * elements <= code(static).counts["FSEL"] < 3 * elements
+
+
+def test_the_first_row_extreme_stays_finite_in_the_exponent():
+    """As Softmax.start and update compute it. An infinite one would make the exponent of a masked score inf - inf."""
+    generator = torch.Generator().manual_seed(0)
+    magnitudes = torch.exp2(torch.empty(2_000_000).uniform_(-126, 127.5, generator=generator))
+    named = torch.tensor([1.1, 17.0, math.sqrt(96), 128**-0.5, 2.0**127]) * math.log2(math.e)
+    scale = torch.cat((magnitudes, named))
+    bound = -LARGEST_EXPONENT / scale.clamp(min=1)
+    assert bound.dtype == torch.float32 and (bound * scale).isfinite().all()
+    # From a scale of 1 on it lies below every score whose exponent float32 holds; below 1, below every score.
+    largest = torch.finfo(torch.float32).max
+    assert (bound * scale)[scale >= 1].max() < -0.999 * largest and (bound[scale < 1] < -0.999 * largest).all()
 
 
 def test_compiled_entry_is_found_again():
