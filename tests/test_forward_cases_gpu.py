@@ -114,6 +114,26 @@ def test_large_logits_of_both_signs(device):
     check(20 * q, 20 * k, v, causal=True)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("head_dim", "given"),
+    [
+        (64, plan.Plan(64, 128, pingpong=False)),
+        (64, plan.Plan(128, 240)),
+        (64, plan.Plan(192, 128, stages=4)),
+        (128, plan.Plan(128, 16)),
+        (128, plan.Plan(64, 16, pingpong=False, overlap=False)),
+        (256, plan.Plan(64, 64, pingpong=False)),
+    ],
+    ids=str,
+)
+def test_plans_that_the_table_does_not_hold(head_dim, given, causal, device):
+    """Whatever plan= takes must be right: one warpgroup, narrow and wide blocks, more stages, no overlap."""
+    case = replace(SMALL, seqlen_q=700, seqlen_k=650, heads=30, heads_k=15, head_dim=head_dim, head_dim_v=head_dim)
+    tensors = case.inputs(device)
+    compare(*run(*tensors, causal=causal, plan=given), *tensors, causal=causal)
+
+
 def test_batch_invariance_with_a_given_plan(device):
     q, k, v = replace(SMALL, batch=5, heads=4, heads_k=2).inputs(device)
     chosen = plan.choose(Problem.from_tensors(q, k, v, causal=True).static)
