@@ -17,6 +17,9 @@ import cutlass.cute as cute
 from .kernels.forward import DTYPES, ForwardKernel
 from .plan import forward_config
 
+if os.environ["CUTE_DSL_ARCH"] != "sm_90a":
+    raise RuntimeError(f"CUTE_DSL_ARCH must be sm_90a or unset, got {os.environ['CUTE_DSL_ARCH']}")
+
 _compiled = {}
 _lock = threading.RLock()  # the DSL's tracer and the kernel's name are global state
 

@@ -93,6 +93,13 @@ def test_compiled_entry_is_found_again():
     assert compiling.compiled(static, other) is not first
 
 
+def test_another_target_in_the_environment_is_refused():
+    environment = os.environ | {"CUTE_DSL_ARCH": "sm_100a"}
+    command = [sys.executable, "-c", "import hopper_fa3.compile"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode and "CUTE_DSL_ARCH must be sm_90a or unset, got sm_100a" in done.stderr
+
+
 def imported_modules(path):
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
