@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32
+from cutlass.cute.nvgpu import cpasync
 
 
 class TiledTensor(NamedTuple):
@@ -11,6 +12,14 @@ class TiledTensor(NamedTuple):
 
     atom: cute.CopyAtom
     tensor: cute.Tensor
+
+
+@cute.jit
+def partition(tiled: TiledTensor, shared: cute.Tensor, tiles: cute.Tensor):
+    """``(shared, tiles)`` as the atom copies them: the two modes of a box become one."""
+    return cpasync.tma_partition(
+        tiled.atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(tiles, 0, 2)
+    )
 
 
 class RunTime(NamedTuple):

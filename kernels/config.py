@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 HEAD_DIM_CLASSES = (64, 96, 128, 192, 256)
 WARPGROUP_THREADS = 128
+WARPS_PER_WARPGROUP = WARPGROUP_THREADS // 32
 WGMMA_M = 64  # rows that one warpgroup's WGMMA computes
 SHARED_MEMORY_LIMIT = 232_448  # bytes a CTA may use on sm_90: 227 KiB
 SHARED_ALIGNMENT = 1024  # bytes; the 128-byte swizzle of TMA and WGMMA repeats every 1024
@@ -81,9 +82,8 @@ class ForwardConfig:
     def _smem_bytes(self, separate_output):
         key_value = self.stages * self.tile_n * (self.head_dim + self.head_dim_v) * ELEMENT_BYTES
         output = self.output_bytes if separate_output else 0
-        return (
-            SHARED_ALIGNMENT + self.query_bytes + key_value + output
-        )  # the barriers fill less than one alignment unit
+        barriers = SHARED_ALIGNMENT  # they fill less than one alignment unit
+        return barriers + self.query_bytes + key_value + output
 
     def spare_registers(self):
         """Registers left per consumer thread beside S and O (float32), P (16 bit) and OTHER_REGISTERS; negative: it

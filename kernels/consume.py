@@ -11,7 +11,7 @@ from cutlass.cute.nvgpu import warpgroup as wgmma
 from .args import RunTime
 from .barriers import Turns, sync_warpgroup
 from .blocks import Band
-from .config import WARPGROUP_THREADS, WGMMA_M, ForwardConfig
+from .config import WARPGROUP_THREADS, WARPS_PER_WARPGROUP, WGMMA_M, ForwardConfig
 from .epilogue import normalise, send_output, store_lse, wait_output_free, write_output
 from .mask import mask_scores
 from .products import (
@@ -66,8 +66,8 @@ class Consumer:
         seqlen_k = tiled_k.tensor.shape[0]
         thread = cute.arch.thread_idx()[0] % WARPGROUP_THREADS
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        warpgroup = warp // 4 - 1
-        is_store_warp = warp % 4 == 0
+        warpgroup = warp // WARPS_PER_WARPGROUP - 1
+        is_store_warp = warp % WARPS_PER_WARPGROUP == 0
         products = make_products(config, self.dtype, shared, warpgroup)
         consumer = pipeline.PipelineUserType.Consumer
         k_state = pipeline.make_pipeline_state(consumer, config.stages)
@@ -142,6 +142,15 @@ class Consumer:
         mask_scores(rows_and_columns(scores), limits, self.softmax.masked)
 
     @cute.jit
+    def keep_probabilities(
+        self, scores: cute.Tensor, rows: Rows, rescale: cute.Tensor, shift: cute.Tensor, run: RunTime
+    ):
+        """Scores to P in 16 bit, for the P V that comes with the next block."""
+        for row in cutlass.range_constexpr(ROWS):
+            self.softmax.exponentiate(rows_and_columns(scores), row, rows.sum, rescale, shift, run.scale_log2)
+        rows.probabilities.store(as_left_operand(scores).load().to(self.dtype))
+
+    @cute.jit
     def first_block(
         self, products: Products, k_pipe, k_state, rows: Rows, warpgroup: Int32, full: Int32, end: Int32, run: RunTime
     ):
@@ -157,11 +166,8 @@ class Consumer:
         k_state.advance()
         if full < end:
             self.mask(scores, rows, end - 1)
-        view = rows_and_columns(scores)
-        rescale, shift = self.softmax.update(view, rows.extreme, run.scale_log2)
-        for row in cutlass.range_constexpr(ROWS):
-            self.softmax.exponentiate(view, row, rows.sum, rescale, shift, run.scale_log2)
-        rows.probabilities.store(as_left_operand(scores).load().to(self.dtype))
+        rescale, shift = self.softmax.update(rows_and_columns(scores), rows.extreme, run.scale_log2)
+        self.keep_probabilities(scores, rows, rescale, shift, run)
         return k_state
 
     @cute.jit
@@ -197,15 +203,12 @@ class Consumer:
         k_pipe.consumer_release(k_state)
         if const_expr(masked):
             self.mask(scores, rows, block)
-        view = rows_and_columns(scores)
-        rescale, shift = self.softmax.update(view, rows.extreme, run.scale_log2)
+        rescale, shift = self.softmax.update(rows_and_columns(scores), rows.extreme, run.scale_log2)
         # Not after the exponentials: V's stage is then refilled in time, and rescaling O hides under MUFU (5 % at
         # head_dim 128)
         wgmma.wait_group(0)
         v_pipe.consumer_release(v_state)
-        for row in cutlass.range_constexpr(ROWS):
-            self.softmax.exponentiate(view, row, rows.sum, rescale, shift, run.scale_log2)
-        rows.probabilities.store(as_left_operand(scores).load().to(self.dtype))
+        self.keep_probabilities(scores, rows, rescale, shift, run)
         rescale_rows(rows_and_columns(rows.acc_o), rescale)
         k_state.advance()
         v_state.advance()

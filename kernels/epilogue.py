@@ -6,10 +6,9 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import Boolean, Float32, Int32, const_expr
-from cutlass.cute.nvgpu import cpasync
 from cutlass.tensor_utils import LayoutEnum
 
-from .args import TiledTensor
+from .args import TiledTensor, partition
 from .barriers import sync_warpgroup
 from .softmax import QUAD, ROWS
 
@@ -71,8 +70,6 @@ def send_output(
 ):
     """Start the TMA store of 64 rows; TMA clips what lies outside the tensor."""
     target = cute.local_tile(out.tensor[None, None, head, batch], tile, (piece, 0))
-    source, target = cpasync.tma_partition(
-        out.atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(target, 0, 2)
-    )
+    source, target = partition(out, shared, target)
     cute.copy(out.atom, source, target)
     cute.arch.cp_async_bulk_commit_group()

@@ -16,7 +16,7 @@ from cutlass.memory import SmemAllocator
 from .args import RunTime, TiledTensor
 from .barriers import Turns
 from .blocks import Band
-from .config import SHARED_ALIGNMENT, WARPGROUP_THREADS, WGMMA_M, ForwardConfig
+from .config import SHARED_ALIGNMENT, WARPS_PER_WARPGROUP, WGMMA_M, ForwardConfig
 from .consume import Consumer
 from .kv_source import DenseValues
 from .load import Producer
@@ -25,7 +25,6 @@ from .smem import forward_layouts, forward_storage
 from .softmax import Softmax
 
 DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
-WARPS_PER_WARPGROUP = WARPGROUP_THREADS // 32
 
 
 def heads_last(tensor):

@@ -5,9 +5,8 @@ from dataclasses import dataclass
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
-from cutlass.cute.nvgpu import cpasync
 
-from .args import TiledTensor
+from .args import TiledTensor, partition
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,5 @@ class DenseValues:
             source = cute.local_tile(cute.domain_offset((self.tile_n - valid, 0), rows), box, (0, 0))
         else:
             source = cute.local_tile(tiled_v.tensor[None, None, head, batch], box, (block, 0))
-        stages, source = cpasync.tma_partition(
-            tiled_v.atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(source, 0, 2)
-        )
+        stages, source = partition(tiled_v, shared, source)
         return source, stages

@@ -5,9 +5,8 @@ from dataclasses import dataclass
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, pipeline
-from cutlass.cute.nvgpu import cpasync
 
-from .args import RunTime, TiledTensor
+from .args import RunTime, TiledTensor, partition
 from .blocks import Band
 from .config import WGMMA_M, ForwardConfig
 from .kv_source import DenseValues
@@ -20,9 +19,7 @@ def head_tiles(tiled: TiledTensor, shared: cute.Tensor, box: cutlass.Constexpr, 
     stages.
     """
     tiles = cute.local_tile(tiled.tensor[None, None, head, batch], box, (None, 0))
-    stages, tiles = cpasync.tma_partition(
-        tiled.atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(tiles, 0, 2)
-    )
+    stages, tiles = partition(tiled, shared, tiles)
     return tiles, stages
 
 

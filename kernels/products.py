@@ -77,13 +77,16 @@ def rows_and_columns(accumulator):
     return cute.make_tensor(accumulator.iterator, cute.make_layout((ROWS, (2, groups)), stride=(2, (1, 4))))
 
 
+def left_operand_layout(elements):
+    """Registers of one thread in the order of the A operand of 16-deep WGMMAs: ((2, 2, 2), 1, N / 16)."""
+    return cute.make_layout(((2, 2, 2), 1, elements // 8), stride=((1, 2, 4), 0, 8))
+
+
 def as_left_operand(accumulator):
-    """The same registers in the order of the A operand of 16-deep WGMMAs: ((2, 2, 2), 1, N / 16)."""
-    depth = cute.size(accumulator) // 8
-    return cute.make_tensor(accumulator.iterator, cute.make_layout(((2, 2, 2), 1, depth), stride=((1, 2, 4), 0, 8)))
+    """An accumulator's registers in the A operand's order: it is the one that they are in already."""
+    return cute.make_tensor(accumulator.iterator, left_operand_layout(cute.size(accumulator)))
 
 
 def new_left_operand(accumulator, dtype):
     """Registers for P in 16 bit, in the A operand's order."""
-    depth = cute.size(accumulator) // 8
-    return cute.make_rmem_tensor(cute.make_layout(((2, 2, 2), 1, depth), stride=((1, 2, 4), 0, 8)), dtype)
+    return cute.make_rmem_tensor(left_operand_layout(cute.size(accumulator)), dtype)

@@ -13,9 +13,8 @@ SLOTS = 2  # tile indices under way from the producer warp to the consumers: it 
 class TileQueue(NamedTuple):
     """How the producer warp tells the consumers of its CTA which tile is next. Not used by a static schedule."""
 
-    counter: (
-        cute.Tensor
-    )  # global memory: (tiles handed out beyond the first of each CTA, CTAs that are done); 0 between launches
+    # Global memory: (tiles handed out beyond the first of each CTA, CTAs that are done); 0 between launches
+    counter: cute.Tensor
     slots: cute.Tensor  # shared memory
     pipe: object
 
@@ -37,14 +36,19 @@ class Schedule:
         return cute.arch.block_idx()[0]
 
     @cute.jit
+    def m_blocks(self, seqlen_q: Int32) -> Int32:
+        """Q tiles of one head."""
+        return (seqlen_q + self.tile_m - 1) // self.tile_m
+
+    @cute.jit
     def count(self, seqlen_q: Int32, heads: Int32, batch: Int32) -> Int32:
         """Number of tiles; indices from here on mean that there is no more work."""
-        return ((seqlen_q + self.tile_m - 1) // self.tile_m) * heads * batch
+        return self.m_blocks(seqlen_q) * heads * batch
 
     @cute.jit
     def coordinates(self, index: Int32, seqlen_q: Int32, heads: Int32, batch: Int32, section: Int32):
         """``(m_block, head, batch_index)`` of a tile."""
-        m_blocks = (seqlen_q + self.tile_m - 1) // self.tile_m
+        m_blocks = self.m_blocks(seqlen_q)
         section_index = index // (section * m_blocks)
         within = index - section_index * section * m_blocks
         first_head = section_index * section

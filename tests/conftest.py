@@ -70,3 +70,14 @@ def device():
     import torch
 
     return torch.device("cuda", torch.cuda.current_device())
+
+
+@pytest.fixture
+def one_thread():
+    """For tiny products: a second thread costs more than it gives."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

@@ -18,6 +18,8 @@ from hopper_fa3.reference import (
     traffic_standard,
 )
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 BLOCK_Q, BLOCK_K = 32, 64
 
 
@@ -50,15 +52,6 @@ class Allocations(TorchDispatchMode):
     def free(self, key, size):
         self.seen.discard(key)
         self.live -= size
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Tiny products: a second thread costs more than it gives."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def inputs(seqlen_q, seqlen_k, heads=2, heads_k=1, head_dim=8, head_dim_v=4, batch=1):

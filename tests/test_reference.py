@@ -10,6 +10,8 @@ import torch
 from hopper_fa3.problem import Problem
 from hopper_fa3.reference import blockwise, blockwise_kv_outer, standard
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 ORDERS = (blockwise, blockwise_kv_outer)
 LENGTHS = (
     (0, 0), (0, 9), (9, 0), (1, 0), (1, 1), (1, 37), (37, 1), (2, 5), (5, 2), (16, 16), (17, 40), (40, 17), (33, 65),
@@ -19,15 +21,6 @@ LENGTHS = (
 HEADS = ((3, 3, 8, 8), (4, 2, 7, 5), (5, 1, 16, 24), (14, 2, 9, 8), (8, 1, 1, 3))
 BLOCKS = ((8, 16), (5, 7), (64, 3), (1, 1))
 EXACT = {"rtol": 0, "atol": 1e-12}
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Tiny products: a second thread costs more than it gives."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def inputs(seqlen_q, seqlen_k, heads=4, heads_k=2, head_dim=8, head_dim_v=8, batch=2, dtype=torch.float64, seed=0):
