@@ -263,9 +263,8 @@ def main(words=None):
         found = measure(bench, grid(options))
     facts = environment.describe(peer_versions(), options.commit) | found
     facts |= {"rounds": options.rounds, "tokens": options.tokens, "width": options.width, "group": options.group}
-    stem = f"forward-{facts['gpu'].replace(' ', '-').lower()}-{facts['date'][:10]}"
     print(tables.markdown(bench.rows))
-    for path in tables.write(options.out, stem, facts, bench.rows):
+    for path in tables.write(options.out, environment.stem("forward", facts), facts, bench.rows):
         say(f"wrote {path}")
     for line in bench.disagreements:
         say(f"WRONG: {line}")

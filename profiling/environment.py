@@ -48,6 +48,11 @@ def describe(peer_versions, at_commit=None):
     return found | packages | peer_versions
 
 
+def stem(what, facts):
+    """Name of a result file without its ending: what was measured, on which GPU, on which day."""
+    return f"{what}-{facts['gpu'].replace(' ', '-').lower()}-{facts['date'][:10]}"
+
+
 class Clocks:
     """Samples SM clock (MHz) and power (W) with nvidia-smi in the background, five times a second, while it is held."""
 

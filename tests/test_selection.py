@@ -1,0 +1,34 @@
+"""The words by which profiling names its cases."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from cases import Case
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "profiling"))
+import selection  # noqa: E402  (found by the line above)
+
+
+def test_the_usual_case_needs_two_words():
+    assert selection.case("d128-causal") == Case(2, 8192, 8192, 16, 16, 128, 128, causal=True)
+    assert selection.case("dense-d64") == Case(2, 8192, 8192, 32, 32, 64, 64)
+
+
+def test_every_word():
+    case = selection.case("d192_128-dense-s4096-b1-h32_4-fp16")
+    assert case == Case(1, 4096, 4096, 32, 4, 192, 128, dtype="float16")
+    assert selection.slug(case) == "d192_128-dense-s4096-b1-h32_4-fp16"
+
+
+@pytest.mark.parametrize(
+    "text", ["d128-causal-s8192", "d64-dense-s512", "d256-causal-s100000", "d80-dense-s1024-b3-h2_1"]
+)
+def test_slug_and_case_are_inverse(text):
+    assert selection.slug(selection.case(text)) == text
+
+
+@pytest.mark.parametrize("text", ["", "causal", "d128-casual", "128", "d128-s1_2", "d128-x5", "d", "d128--causal"])
+def test_other_words_are_refused(text):
+    with pytest.raises(ValueError, match="a case"):
+        selection.case(text)
