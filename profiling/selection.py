@@ -1,11 +1,11 @@
-"""The cases that profiling looks at, as short words: `CASE=d128-causal` or `CASE=d192_128-dense-s4096-b1-h32_4-fp16`."""
+"""The cases that profiling looks at, as short words: `CASE=d128-causal`, `CASE=d192_128-dense-s4096-b1-h32_4-fp16`."""
 
 import re
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
-from cases import Case  # noqa: E402  (the same cases as the tests: found by the line above)
+from cases import Case
 
 TOKENS, WIDTH, SEQLEN = 16384, 2048, 8192  # batch * length, heads * head_dim, length where a word does not say
 DTYPES = {"bf16": "bfloat16", "fp16": "float16"}

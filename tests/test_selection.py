@@ -7,7 +7,7 @@ import pytest
 from cases import Case
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "profiling"))
-import selection  # noqa: E402  (found by the line above)
+import selection
 
 
 def test_the_usual_case_needs_two_words():
