@@ -44,18 +44,37 @@ def test_teraflops_count_half_of_a_causal_square():
     assert cost.matmul_flops() == 2 * 8192**3
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_torch_peer_computes_attention_on_our_layout(causal):
+@pytest.mark.parametrize(
+    ("name", "seqlen_q", "causal"),
+    [("math", 33, False), ("math", 33, True), ("standard", 33, False), ("standard", 7, True), ("standard", 33, True)],
+)
+def test_torch_peer_computes_attention_on_our_layout(name, seqlen_q, causal):
     from hopper_fa3.reference import standard
 
     generator = torch.Generator().manual_seed(0)
-    q = torch.randn(2, 33, 6, 16, generator=generator)
-    k, v = (torch.randn(2, 33, 2, 16, generator=generator) for _ in range(2))
-    launch = peers.PEERS["math"].kernel(q, k, v, causal)
+    q = torch.randn(2, seqlen_q, 6, 16, generator=generator)
+    k, v = (torch.randn(2, 33, 2, size, generator=generator) for size in (16, 24))
+    launch = peers.PEERS[name].kernel(q, k, v, causal)
     with launch.context():
         out = launch.call()
     expected, _ = standard(q, k, v, right=0 if causal else None, compute_dtype=torch.float32)
     torch.testing.assert_close(out, expected)
+
+
+def test_unfused_attention_says_what_it_cannot_do():
+    q = torch.empty(1, 1, 1, 8, dtype=torch.bfloat16)
+    longest, longer = q.expand(1, 2**14, 32, 8), q.expand(1, 2**14, 33, 8)
+    refuses = peers.PEERS["standard"].refuses
+    assert refuses(longest, longest, longest, True) is None
+    assert refuses(longer, longer, longer, True) == "a score matrix of more than 16 GiB"
+    assert refuses(longest, q, q, False) is None
+    assert "see no key" in refuses(longest, q, q, True)
+
+
+def test_absent_peers_name_their_package():
+    for name, package in (("fa4", "flash-attn-4"), ("xformers", "xformers")):
+        why = peers.PEERS[name].missing()
+        assert why is None or why.startswith(f"{package} cannot be imported")
 
 
 def test_torch_peers_refuse_a_mask_that_torch_aligns_otherwise():
