@@ -1,7 +1,7 @@
 """TFLOP/s of forward kernels measured on one GPU: what `python -m hopper_fa3 advise` expects.
 
-Written by `python profiling/measured.py` from the files of SOURCES (in profiling/results); do not edit. bf16, batch *
-length = 16384 tokens, heads * head_dim = 2048, kernel time; causal rates are credited with half of the dense work.
+Written by `python profiling/measured.py` from the files of SOURCES (in profiling/results); do not edit. Kernel time,
+bf16, batch * length = 16384 tokens, heads * head_dim = 2048; causal rates credit half of the dense work.
 """
 
 SOURCES = ("forward-nvidia-h200-2026-11-29.json",)

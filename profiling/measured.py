@@ -16,8 +16,8 @@ STEMS = ("forward-nvidia-h200", "roofline-nvidia-h200")  # the first file that h
 HEAD = '''\
 """TFLOP/s of forward kernels measured on one GPU: what `python -m hopper_fa3 advise` expects.
 
-Written by `python profiling/measured.py` from the files of SOURCES (in profiling/results); do not edit. Kernel time, bf16,
-batch * length = {tokens} tokens, heads * head_dim = {width}; causal rates are credited with half of the dense work.
+Written by `python profiling/measured.py` from the files of SOURCES (in profiling/results); do not edit. Kernel time,
+bf16, batch * length = {tokens} tokens, heads * head_dim = {width}; causal rates credit half of the dense work.
 """
 
 SOURCES = {sources}
