@@ -19,6 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 MATH_BYTES = 4 * 2**30  # the math backend keeps every score: only where those fit easily
 # Of the 16-bit scores; the softmax beside them needs as much again, a backward four times. 16 GiB: 32 heads at 16384.
 STANDARD_GIB = 16
+REFUSALS = (RuntimeError, AssertionError, ValueError, TypeError)
 
 
 class Peer(NamedTuple):
@@ -87,12 +88,12 @@ def too_large(q, k, v, causal):
     return None
 
 
-def refusal(launch):
-    """Why a backend does not take these inputs (it says so when called), or None."""
+def refusal(launch, errors=REFUSALS):
+    """Why a backend does not take these inputs (it says so when called, by one of ``errors``), or None."""
     try:
         with launch.context():
             launch.call()
-    except (RuntimeError, AssertionError, ValueError, TypeError) as error:
+    except errors as error:
         return (str(error).strip() or type(error).__name__).splitlines()[0]
     return None
 

@@ -137,4 +137,31 @@ def test_written_results_hold_every_row(tmp_path):
         assert [line["name"] for line in csv.DictReader(file)] == [one.name for one in ROWS]
     read = json.loads(document.read_text())
     assert read["environment"]["date"] == "today"
-    assert [tables.Row(**line) for line in read["rows"]] == ROWS
+    assert tables.read(document) == (read["environment"], ROWS)
+
+
+def test_decoding_shows_times_rates_and_what_the_cache_holds():
+    copy = row("copy", microseconds=1000.0, teraflops=None)._replace(tb_per_s=4.25)
+    sizes = {(1, 512): 34e6, (32, 512): 1074e6}  # bytes of K and V
+    rows = []
+    for (batch, seqlen), size in sizes.items():
+        for name, taken in (("ours", 100.0), ("fa4", 200.0)):
+            one = row(name, microseconds=taken, teraflops=None)
+            rows.append(one._replace(batch=batch, seqlen=seqlen, tb_per_s=size / taken * 1e-6))
+        rows.append(copy._replace(batch=batch, seqlen=seqlen))
+    text = tables.markdown(rows)
+    assert "### kernel, µs (TB/s)" in text
+    assert "| 128 | 1 | 512 | causal | 100.0 (0.34) | 200.0 (0.17) | 1000.0 (4.25) | 2.00 | 0.08 |" in text
+    assert "K and V of batch 1, length 512 (34 MB) fit the L2 cache (50 MB)" in text
+    assert (
+        tables.summary(next(iter(tables.cells(rows).values())))
+        == "ours 100.0 (0.34) µs (TB/s), 2.00 x fa4, 0.08 x copy"
+    )
+
+
+def test_tables_without_ours_have_no_ratios():
+    rows = [row("fa4", kind="autograd"), row("matmul", kind="autograd")]
+    text = tables.markdown(rows)
+    assert "| D | length | mask | fa4 | matmul | largest spread | SM MHz | W |" in text
+    assert "| 128 | 512 | causal | 500 | 500 | 1.0% | 1755 |  |" in text
+    assert tables.summary({one.name: one for one in rows}) == "fa4 500, matmul 500 TFLOP/s"
