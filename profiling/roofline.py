@@ -7,6 +7,7 @@ measured: the pictures and tables of a result file are made again.
 """
 
 import argparse
+import functools
 import re
 import sys
 import time
@@ -17,11 +18,13 @@ import environment
 import plots
 import roofline_view as view
 import selection
+import tables
 import torch
-from bench import AGREEMENT, Inputs, ceilings, ours_kernel, pace
+from bench import AGREEMENT, available, pace
 from peers import PEERS, refusal
 from peers import versions as peer_versions
-from timing import EventClock, interleaved
+from suites import OURS, Inputs, apart, ceiling_rates, ceilings, results
+from timing import EventClock, Launch, interleaved
 
 from hopper_fa3.info import hopper_missing
 
@@ -72,11 +75,8 @@ class Run:
         self.options, self.clocks = options, clocks
         self.started = time.monotonic()
         self.points, self.disagreements, self.left_out = [], [], []
-        missing = {name: PEERS[name].missing() for name in names}
-        self.peers = [PEERS[name] for name in names if missing[name] is None]
-        for name, why in missing.items():
-            if why is not None:
-                self.without(name, why)
+        self.peers, absent = available(names)
+        self.left_out += [f"{name}: {why}" for name, why in absent]
 
     def without(self, name, why):
         if f"{name}: {why}" not in self.left_out:
@@ -87,20 +87,17 @@ class Run:
         return self.options.budget - (time.monotonic() - self.started)
 
     def launches(self, case, tensors):
-        """name -> Launch of ours and of the peers that take these inputs and agree with ours."""
-        found = {"ours": ours_kernel(*tensors)}
-        ours = found["ours"].call().float()
+        """name -> Launch of ours and of the peers that take these inputs; outputs that differ are remembered."""
+        found = {"ours": OURS.kernel(*tensors)}
         for peer in self.peers:
-            why = peer.refuses(*tensors) or refusal(peer.kernel(*tensors))
+            why = peer.refuses(*tensors) or refusal(Launch(functools.partial(tried, peer, tensors)))
             if why:
                 self.without(f"{peer.name} at {selection.slug(case)}", why)
                 continue
-            found[peer.name] = launch = peer.kernel(*tensors)
-            with launch.context():
-                theirs = launch.call().float()
-            apart = ((ours - theirs).abs().max() / theirs.abs().max()).item()
-            if not apart <= AGREEMENT:  # NaN included
-                self.disagreements.append(f"{selection.slug(case)}: ours differs from {peer.name} by {apart:.3g}")
+            found[peer.name] = peer.kernel(*tensors)
+            difference = apart(found["ours"], found[peer.name])
+            if not difference <= AGREEMENT:  # NaN included
+                self.disagreements.append(f"{selection.slug(case)}: ours differs from {peer.name} by {difference:.3g}")
         return found
 
     def measure(self, case, inputs, product, cases_left):
@@ -122,19 +119,22 @@ class Run:
         times = interleaved(roofs, EventClock(), rounds=self.options.rounds)
         inputs = Inputs(wanted)
         for number, case in enumerate(wanted):
-            if self.left() < 0:
+            if number and self.left() < 0:  # the first case is measured in any case
                 self.without(selection.slug(case), f"the budget of {self.options.budget:.0f} s is spent")
                 continue
             self.measure(case, inputs, roofs["matmul"], len(wanted) - number)
-        return {
-            "matmul_tflops": round(cost.matmul_flops() / times["matmul"].median * 1e-12, 1),
-            "copy_tb_per_s": round(cost.copy_traffic() / times["copy"].median * 1e-12, 3),
-        }
+        product, copy = (ceiling_rates(name, times[name].median) for name in ("matmul", "copy"))
+        return {"matmul_tflops": round(product[0], 1), "copy_tb_per_s": round(copy[1], 3)}
+
+
+def tried(peer, tensors):
+    """Makes the peer's launch and runs it once: either may say that it does not take these inputs."""
+    return results(peer.kernel(*tensors))
 
 
 def point(case, name, timing, clock):
     seconds = timing.median
-    rate = cost.matmul_flops() / seconds * 1e-12 if name == "matmul" else cost.teraflops(case, seconds)
+    rate = ceiling_rates(name, seconds)[0] if name == "matmul" else cost.teraflops(case, seconds)
     shape = (case.head_dim, case.head_dim_v, case.seqlen_q, case.causal, case.batch, case.heads, case.heads_k)
     return view.Point("kernel", name, *shape, case.dtype, seconds * 1e6, timing.spread, rate, *clock)
 
@@ -181,8 +181,8 @@ def needs_a_gpu():
 def redraw(options):
     """Tables and pictures of a result file, again."""
     try:
-        facts, points = view.read_json(options.source)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        facts, points = tables.read(options.source, view.Point)
+    except (OSError, ValueError) as error:
         say(f"roofline cannot read {options.source}: {error}")
         return 2
     present(points, facts, (options.out or options.source.parent) / options.source.name)

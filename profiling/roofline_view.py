@@ -6,6 +6,7 @@ import math
 from typing import NamedTuple
 
 import plots
+import tables
 
 from hopper_fa3 import roofline as arithmetic
 
@@ -114,18 +115,11 @@ def write_json(path, facts, points):
     path.write_text(json.dumps(document, indent=1) + "\n")
 
 
-def read_json(path):
-    """(facts, points) of a file of write_json."""
-    document = json.loads(path.read_text())
-    return document["environment"], [Point(**row) for row in document["rows"]]
-
-
 def write_tables(path, facts, found):
     """Markdown and CSV beside the JSON file ``path``; returns their paths."""
     path.parent.mkdir(parents=True, exist_ok=True)
     paths = path.with_suffix(".md"), path.with_suffix(".csv")
-    lines = "\n".join(f"- {key}: {value}" for key, value in facts.items())
-    paths[0].write_text(f"# Roofline, {facts['gpu']}, {facts['date']}\n\n{lines}\n\n{markdown(found)}\n")
+    tables.write_text(paths[0], facts, f"{markdown(found)}\n")
     with paths[1].open("w", newline="") as file:
         writer = csv.DictWriter(file, found[0])
         writer.writeheader()
@@ -141,19 +135,16 @@ def panels(points):
     return found
 
 
-def short(seqlen):
-    return f"{seqlen // 1024}k" if seqlen % 1024 == 0 else str(seqlen)
-
-
 def roofline(points, facts):
     """The figure of rate against intensity, a panel a case, with the two measured roofs; both axes logarithmic."""
     split = panels(points)
-    figure, axes = plots.canvas(1, len(split), (6.4 * len(split), 5.6), sharex=True, sharey=True)
+    figure, axes = plots.canvas(1, len(split), (6.4 * len(split), 5.6))
     for axis, (panel, mine) in zip(axes[0], split.items(), strict=True):
         draw_roofs(axis, roofs_of(facts), [one.intensity for one in points if one.name != "matmul"])
         for name in (name for name in LADDER if any(one.name == name for one in mine)):
             draw_points(axis, sorted((one for one in mine if one.name == name), key=lambda one: one.seqlen))
         axis.set_title(panel, fontsize=10)
+        axis.tick_params(labelleft=axis is axes[0, 0])  # all panels have the same limits
         axis.set_xlabel("arithmetic intensity, FLOP per byte of HBM traffic")
     axes[0, 0].set_ylabel("TFLOP/s")
     below(figure, axes)
@@ -195,7 +186,7 @@ def draw_points(axis, mine):
         for one in named:
             look = {"textcoords": "offset points", "fontsize": 8, "color": style.color}
             offset = (-4, 8) if name == "ours" else (8, -3)
-            axis.annotate(short(one.seqlen), (one.intensity, one.teraflops), xytext=offset, **look)
+            axis.annotate(plots.short(one.seqlen), (one.intensity, one.teraflops), xytext=offset, **look)
 
 
 def ladder(points, facts):
