@@ -17,10 +17,10 @@ UNITS = {"MB": 10**6, "GB": 10**9, "TB": 10**12, "MIB": 2**20, "GIB": 2**30, "TI
 MEMORY = re.compile(r"(\d+(?:\.\d+)?) ?([MGT]i?B)", re.IGNORECASE)
 DEFAULT_MEMORY = "80GB"  # an H100; where there is a GPU, its own
 LONGEST = 2**30 - 1  # what the kernel takes (problem.py)
-# Two runs of the same code differ by a few per cent near the power limit, and cells of one run spread by 5 to 15 %
-# (profiling/results): a gain below this can hardly be told from noise, and a change of dependencies costs days.
+# Two runs of the same code differ by a few per cent near the power limit, and the rounds of one run spread by 4 to 16 %
+# from length 2048 on (profiling/results): a smaller gain can hardly be told from noise.
 WORTH = 0.05
-L2_BYTES = 50 * 10**6  # of an H100 or H200 (NVIDIA's data sheets): scores that stay there make no HBM traffic
+L2_BYTES = 50 * 10**6  # of an H100 or H200 (NVIDIA's H100 white paper): scores that stay there make no HBM traffic
 ROOFS = roofline.Roofs(measured.MATMUL_TERAFLOPS, measured.COPY_TERABYTES)
 LABELS = {"ours": "hopper_fa3", "standard": "standard attention", "cudnn": "torch SDPA (cuDNN)", "fa4": "flash-attn-4"}
 
@@ -210,7 +210,7 @@ def traffic_lines(shape):
 
 
 def time_lines(times):
-    yield f"Expected time of one call, on an {measured.GPU}"
+    yield f"Expected time of one call, on an {measured.GPU} (kernels; measured in bf16 without grouped heads)"
     for name, time in times.items():
         yield row(LABELS[name], f"{duration(time.seconds)} ({time.source})")
     host = measured.HOST_MICROSECONDS["ours"]
