@@ -1,4 +1,4 @@
-"""How our pictures look: one style a name (colour, marker, dash, hatch: also for grey print), titles, files."""
+"""How our pictures look: one style a name (colour, marker, dash, hatch: told apart in grey print), titles and files."""
 
 import itertools
 import sys
