@@ -1,4 +1,4 @@
-"""How our pictures look: one style a name (colour, marker, dash, hatch: also for grey print), titles, files."""
+"""How our pictures look: one style a name (colour, marker, dash, hatch: told apart in grey print), titles and files."""
 
 import itertools
 import sys
@@ -47,6 +47,13 @@ def canvas(rows=1, columns=1, size=(9, 5), **options):
     return pyplot.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained", **options)
 
 
+def close(figure):
+    """Pyplot keeps a figure until it is told that nobody needs it."""
+    from matplotlib import pyplot
+
+    pyplot.close(figure)
+
+
 def title(figure, text, facts):
     """The headline, and under it what the figures were measured on (facts: environment.describe)."""
     figure.suptitle(f"{text}\n{facts['gpu']}, {facts['date'][:10]}, commit {facts['commit']}", fontsize=11)
@@ -62,7 +69,7 @@ def draw(path, make, *arguments):
         print(f"matplotlib is not installed: no {Path(path).name}; --from draws it later", file=sys.stderr)
         return None
     figure.savefig(path)
-    figure.clear()  # pyplot keeps figures: their content need not stay
+    close(figure)
     print(f"wrote {path}", file=sys.stderr)
     return path
 
@@ -87,7 +94,7 @@ def lengths(rows, facts):
     for axis in axes[:, 0]:
         axis.set_ylabel("TFLOP/s")
     axes[0, 0].set_ylim(0, 1.05 * max(row.teraflops for row in rows))
-    _legend(figure, axes)
+    legend(figure, axes)
     what = TITLES[facts.get("suite", "forward")]
     group = "" if facts["group"] == 1 else f", {facts['group']} query heads per K/V head"
     shape = f"batch × length = {facts['tokens']} tokens, heads × head_dim = {facts['width']}{group}"
@@ -129,7 +136,7 @@ def decoding(rows, facts):
     axis.grid(False, axis="x")
     axis.set_ylabel("K and V over the time, TB/s")
     axis.set_ylim(0, 1.3 * max(copy, *(row.tb_per_s for row in rows)))
-    _legend(figure, axes)
+    legend(figure, axes)
     some = rows[0]
     title(figure, f"{TITLES['decode']}, bf16, {some.heads}/{some.heads_k} heads, head_dim {some.head_dim}", facts)
     return figure
@@ -147,7 +154,7 @@ def short(seqlen):
     return f"{seqlen // 1024}k" if seqlen % 1024 == 0 else str(seqlen)
 
 
-def _legend(figure, axes):
+def legend(figure, axes):
     """One legend for all panels, below them."""
     found = {}
     for axis in axes.flat:
