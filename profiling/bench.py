@@ -105,9 +105,9 @@ class Bench:
             "copy_tb_per_s": round(cost.copy_traffic() / times["copy"].median * 1e-12, 3),
         }
 
-    def made(self, entrant, tensors, make):
+    def made(self, entrant, tensors, make, what=""):
         """``make(entrant, tensors)``, kind -> Launch, each called once; {} where the entrant does not take these
-        inputs, which is said with its reason.
+        inputs, which is said with its reason (and of ``what``).
 
         From ours only "not built yet" is a reason: all else is a fault and is raised.
         """
@@ -121,9 +121,10 @@ class Bench:
 
         errors = NotImplementedError if entrant is OURS else REFUSALS
         why = entrant.refuses(*tensors) or refusal(Launch(attempt), errors)
-        if why and (entrant.name, why) not in self.refusals:
-            self.refusals[entrant.name, why] = None
-            self.progress.note(f"  where it does not run, without {entrant.name}: {why}")
+        name = entrant.name + what
+        if why and (name, why) not in self.refusals:
+            self.refusals[name, why] = None
+            self.progress.note(f"  where it does not run, without {name}: {why}")
         return {} if why else found
 
     def cell(self, case, inputs, cells_left):
@@ -133,7 +134,7 @@ class Bench:
         for entrant in self.entrants:
             found = self.made(entrant, tensors, self.suite.kinds)
             if found and self.replays(case):
-                found |= self.made(entrant, tensors, lambda *asked: {"graph": self.suite.replay(*asked)})
+                found |= self.made(entrant, tensors, lambda *asked: {"graph": self.suite.replay(*asked)}, ", graph")
             launches |= {(kind, entrant.name): one for kind, one in found.items()}
         if not launches:
             return
@@ -175,7 +176,7 @@ class Bench:
         tensors = (*inputs.views(case), case.causal)
         launches = {}
         for entrant in self.entrants:
-            found = self.made(entrant, tensors, lambda *asked: {"host": self.suite.host(*asked)})
+            found = self.made(entrant, tensors, lambda *asked: {"host": self.suite.host(*asked)}, ", host")
             launches |= {(kind, entrant.name): one for kind, one in found.items()}
         clock = HostClock(torch.cuda.synchronize)
         times = interleaved(launches, clock, rounds=self.options.rounds, seconds_per_round=HOST_SECONDS, warm_up=20)
@@ -205,7 +206,7 @@ def measure(bench, cases):
         bench.host(inputs)
     for number, case in enumerate(cases, 1):
         left = len(cases) - number + 1
-        if bench.left() < 0:
+        if number > 1 and bench.left() < 0:
             progress.note(f"budget of {bench.options.budget:.0f} s is spent: {left} cells are left out")
             break
         progress.begin(label(case))
@@ -266,6 +267,9 @@ def main(words=None):
     with torch.no_grad(), environment.Clocks() as clocks:
         bench = Bench(options, peers, clocks, Progress(len(cases)))
         found = measure(bench, cases)
+    if not any(row.kind != "host" for row in bench.rows):
+        say("bench: neither ours nor a peer runs any of these cases")
+        return 1
     facts = facts_of(options, found, [*absent, *bench.refusals])
     print(tables.markdown(bench.rows))
     folder, stem = options.out or RESULTS, environment.stem(options.suite, facts)

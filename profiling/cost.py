@@ -3,6 +3,7 @@
 MATMUL_SIZE = 8192  # the square bf16 matrix product whose speed is the practical ceiling
 COPY_BYTES = 2 * 2**30  # read and written by the bandwidth measurement: many times the L2 cache
 BACKWARD = 2.5  # FLOPs of a backward over those of its forward: five matrix products instead of two
+ELEMENT_BYTES = 2  # bf16 and fp16
 L2_BYTES = 50e6  # of an H100 or H200: what fits is not read from memory again at the next launch
 
 
@@ -28,8 +29,7 @@ def backward_teraflops(case, seconds):
 
 def key_value_bytes(case):
     """Bytes of K and V: what a decoding step must read."""
-    itemsize = {"bfloat16": 2, "float16": 2}[case.dtype]
-    return case.batch * case.seqlen_k * case.heads_k * (case.head_dim + case.head_dim_v) * itemsize
+    return case.batch * case.seqlen_k * case.heads_k * (case.head_dim + case.head_dim_v) * ELEMENT_BYTES
 
 
 def floor_bytes(case):

@@ -28,7 +28,10 @@ STYLES = {
     "matmul": Style("matrix product 8192³", "#000000", "", "-", ""),
     "copy": Style("device-to-device copy", "#000000", "", "-", ""),
 }
-DRAWN_KINDS = ("kernel", "autograd")  # of a benchmark's rows; short lengths' graph rows stand in the table only
+# The kinds of a benchmark's rows that are drawn: the first that was measured. A step of decoding may take less time
+# than its launch, which only a replayed graph hides; elsewhere graphs are replayed at a few lengths only.
+DRAWN_KINDS = {"decode": ("graph", "kernel"), "forward": ("kernel",), "backward": ("autograd",)}
+KINDS = {"graph": "replayed CUDA graphs", "kernel": "launches one by one"}
 TITLES = {"forward": "Attention forward", "backward": "Attention backward", "decode": "Decoding: one query a head"}
 
 
@@ -76,8 +79,10 @@ def draw(path, make, *arguments):
 
 def rates(rows, facts):
     """The figure of a benchmark's rows (tables.Row): TFLOP/s against length, or for decoding TB/s."""
-    drawn = [row for row in rows if row.kind in DRAWN_KINDS]
-    return decoding(drawn, facts) if facts.get("suite") == "decode" else lengths(drawn, facts)
+    suite, measured = facts.get("suite", "forward"), {row.kind for row in rows}
+    kind = next(kind for kind in DRAWN_KINDS[suite] if kind in measured)
+    drawn = [row for row in rows if row.kind == kind]
+    return decoding(drawn, facts) if suite == "decode" else lengths(drawn, facts)
 
 
 def lengths(rows, facts):
@@ -138,7 +143,8 @@ def decoding(rows, facts):
     axis.set_ylim(0, 1.3 * max(copy, *(row.tb_per_s for row in rows)))
     legend(figure, axes)
     some = rows[0]
-    title(figure, f"{TITLES['decode']}, bf16, {some.heads}/{some.heads_k} heads, head_dim {some.head_dim}", facts)
+    what = f"{TITLES['decode']}, bf16, {some.heads}/{some.heads_k} heads, head_dim {some.head_dim}; {KINDS[some.kind]}"
+    title(figure, what, facts)
     return figure
 
 

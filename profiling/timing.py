@@ -118,4 +118,9 @@ def graph(launch, repeats=GRAPH_LAUNCHES, stream=None):
         with torch.cuda.graph(captured, stream=stream):
             for _ in range(repeats):
                 launch.call()
-    return Launch(captured.replay, repeats=repeats * launch.repeats)
+
+    def replay(kept=launch):
+        """``kept`` is held, not called: the tensors that it holds are what the graph reads and writes."""
+        captured.replay()
+
+    return Launch(replay, repeats=repeats * launch.repeats)

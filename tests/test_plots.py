@@ -66,8 +66,12 @@ def test_decoding_shows_times_and_the_copy():
         "some GPU, 2026-11-29",
     ):
         assert word in words
+    assert "launches one by one" in words
     heights = {bar.get_height() for container in figure.axes[0].containers for bar in container}
     assert heights == {row.tb_per_s for row in decode_rows()}
+    graphs = [row._replace(kind="graph", microseconds=row.microseconds / 2) for row in decode_rows()]
+    words = words_of(plots.rates(decode_rows() + graphs, FACTS | {"suite": "decode"}))
+    assert "replayed CUDA graphs" in words and "126 µs" in words and "252 µs" not in words
 
 
 def test_styles_differ_also_in_grey():

@@ -6,13 +6,14 @@ import itertools
 import json
 import sys
 import time
+import weakref
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "profiling"))
 import tables
-from timing import MAX_LAUNCHES, MIN_LAUNCHES, HostClock, Launch, Timing, interleaved, launches_for
+from timing import MAX_LAUNCHES, MIN_LAUNCHES, HostClock, Launch, Timing, graph, interleaved, launches_for
 
 
 class FakeClock:
@@ -102,6 +103,34 @@ def test_host_clock_leaves_out_the_context_and_the_queue():
     seconds = HostClock(synchronize).seconds(Launch(lambda: events.append("call"), context), 2)
     assert events == ["enter", "synchronize", "call", "call", "synchronize", "leave"]
     assert seconds < 0.2
+
+
+def test_a_replayed_graph_keeps_the_memory_that_it_uses(monkeypatch):
+    """Without a GPU: replays are counted by a stand-in for torch's graph."""
+    import torch
+
+    class Graph:
+        replays = 0
+
+        def replay(self):
+            Graph.replays += 1
+
+    class Memory:
+        calls = 0
+
+        def __call__(self):
+            self.calls += 1
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", lambda captured, stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    memory = Memory()
+    alive, launch = weakref.ref(memory), graph(Launch(memory), repeats=4)
+    assert (memory.calls, launch.repeats) == (5, 4)  # one to compile
+    del memory
+    launch.call()
+    assert Graph.replays == 1
+    assert alive() is not None and alive().calls == 5
 
 
 def row(name, *, microseconds=100.0, teraflops=500.0, kind="kernel"):
