@@ -1,4 +1,4 @@
-"""How our pictures look: one style a name (colour, marker, dash, hatch: told apart in grey print too), titles, files."""
+"""How our pictures look: one style a name (colour, marker, dash, hatch: told apart in grey print), titles and files."""
 
 import sys
 from pathlib import Path
