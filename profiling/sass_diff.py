@@ -98,6 +98,9 @@ def checkout(root, revision):
             source = path / "hopper_fa3" / "compile.py"
             if not source.is_file() or "\ndef cubin(" not in source.read_text():
                 raise OtherCommit(f"{revision} has no hopper_fa3.compile.cubin")
+            link = path / "hopper_fa3" / "kernels"
+            if not link.exists():  # before d9dc6f7: an installed hopper_fa3.kernels would be taken, of another commit
+                link.symlink_to("../kernels")
             yield path
         finally:
             _git(root, "worktree", "remove", "--force", str(path))

@@ -161,13 +161,14 @@ def test_the_loop_before_and_after():
 
 
 PACKAGE = {
-    "compile.py": "from pathlib import Path\n\n\ndef cubin(static, plan):\n"
-    "    return Path(__file__).with_name(f'{static.head_dim}.cubin').read_bytes()\n",
+    "compile.py": "from .kernels import FOLDER\n\n\ndef cubin(static, plan):\n"
+    "    return (FOLDER / f'{static.head_dim}.cubin').read_bytes()\n",
     "plan.py": "TABLE = {(128, 128, False): None, (512, 512, False): None}\n\n\ndef choose(static):\n    return None\n",
     "problem.py": "from collections import namedtuple\n\n"
     "Static = namedtuple('Static', 'dtype head_dim head_dim_v right_bound left_bound negative_scale')\n",
     "__init__.py": "",
 }
+KERNELS_FOLDER = "from pathlib import Path\n\nFOLDER = Path(__file__).parent\n"
 
 
 @pytest.fixture
@@ -190,8 +191,11 @@ def history(tmp_path):
     commit("old")
     for file, text in PACKAGE.items():
         (package / file).write_text(text)
+    kernels = tmp_path / "kernels"  # and no link to it in the package, as in our first commits
+    kernels.mkdir()
+    (kernels / "__init__.py").write_text(KERNELS_FOLDER)
     for head_dim in (128, 512):
-        (package / f"{head_dim}.cubin").write_bytes(compiled.cubin(KERNELS["d128-dense"]))
+        (kernels / f"{head_dim}.cubin").write_bytes(compiled.cubin(KERNELS["d128-dense"]))
     commit("new")
     (package / "plan.py").write_text("raise RuntimeError('half done')\n")
     commit("broken")
