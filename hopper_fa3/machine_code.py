@@ -16,8 +16,11 @@ from typing import NamedTuple
 PACKAGES = {"cuobjdump": "nvidia-cuda-cuobjdump", "nvdisasm": "nvidia-cuda-nvdisasm"}
 
 RESOURCES = re.compile(r"Function (\S+):\s+REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
-# "/*0a40*/   @!P0 HGMMA.64x128x16.F32.BF16 R24, ..." : address, an optional predicate, the opcode with its modifiers
-INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)(\S*)", re.MULTILINE)
+# "/*0a40*/   @!P0 HGMMA.64x128x16.F32.BF16 R24, ... ;": address, an optional predicate, opcode with modifiers, operands
+INSTRUCTION = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(?:@(!?U?P\w+)\s+)?(([A-Z][A-Z0-9_]*)[^\s;]*)\s*([^;]*?)\s*;?\s*$")
+LABEL = re.compile(r"^([.$\w]+):\s*$")
+REFERENCE = re.compile(r"`\(([^)]+)\)")
+PTXAS = re.compile(rb"Cuda compilation tools, release [\d.]+, V([\d.]+)")
 
 
 class ToolMissing(RuntimeError):
@@ -40,18 +43,44 @@ class MachineCode(NamedTuple):
         return self.counts.get("STL", 0) + self.counts.get("LDL", 0)
 
 
+class Instruction(NamedTuple):
+    """One line of a disassembly."""
+
+    address: int  # bytes from the start of the kernel
+    labels: tuple  # names that stand in front of it
+    predicate: str  # "P0", "!UP1", or "" where it always runs
+    opcode: str  # with its modifiers: HGMMA.64x128x16.F32.BF16
+    family: str  # without them: HGMMA
+    operands: str
+
+    @property
+    def target(self):
+        """The label that it names (where a branch goes), or None."""
+        found = REFERENCE.search(self.operands)
+        return found and found[1]
+
+    @property
+    def text(self):
+        """The instruction as the disassembler writes it, without its address."""
+        predicate = f"@{self.predicate} " if self.predicate else ""
+        return f"{predicate}{self.opcode} {self.operands}".rstrip()
+
+
 def report(cubin):
     """MachineCode of a cubin (bytes) that holds one kernel.
 
     Raises ToolMissing (a RuntimeError) where cuobjdump or nvdisasm is not installed, ValueError where ``cubin`` is not
     the machine code of exactly one kernel.
     """
+    return parse(*disassemble(cubin))
+
+
+def disassemble(cubin):
+    """The texts of ``cuobjdump -res-usage`` and of ``nvdisasm -c`` for a cubin (bytes); errors as in report()."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "kernel.cubin")
         path.write_bytes(cubin)
-        resources = _run("cuobjdump", "-res-usage", path)
-        listing = _run("nvdisasm", "-c", path)
-    return parse(resources, listing)
+        return _run("cuobjdump", "-res-usage", path), _run("nvdisasm", "-c", path)
 
 
 def parse(resources, listing):
@@ -61,10 +90,30 @@ def parse(resources, listing):
         names = ", ".join(kernel[0] for kernel in kernels) or "none"
         raise ValueError(f"cubin must hold exactly one kernel, got {names}")
     name, *numbers = kernels[0]
-    counts = Counter(family for family, _ in INSTRUCTION.findall(listing))
-    if not counts:
-        raise ValueError("cubin must hold instructions, got none in the disassembly")
+    counts = Counter(instruction.family for instruction in instructions(listing))
     return MachineCode(name, *map(int, numbers), dict(counts))
+
+
+def instructions(listing):
+    """The Instructions of an ``nvdisasm -c`` text, in order; ValueError where it holds none."""
+    found, labels = [], ()
+    for line in listing.splitlines():
+        label, instruction = LABEL.match(line), INSTRUCTION.match(line)
+        if label:
+            labels += (label[1],)
+        elif instruction:
+            address, predicate, opcode, family, operands = instruction.groups()
+            found.append(Instruction(int(address, 16), labels, predicate or "", opcode, family, operands))
+            labels = ()
+    if not found:
+        raise ValueError("cubin must hold instructions, got none in the disassembly")
+    return found
+
+
+def ptxas_version(cubin):
+    """The version of ptxas that a cubin (bytes) records, as "13.4.59"; None where it records none."""
+    found = PTXAS.search(cubin)
+    return found and found[1].decode()
 
 
 def disassembler(tool):

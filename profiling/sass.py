@@ -1,26 +1,115 @@
-"""Prints the machine-code report of cubin files, one line each: `python profiling/sass.py FILE.cubin ...`."""
+"""What our kernels are compiled into, without a GPU: `make sass`.
 
+Without arguments: every kernel of plan.TABLE, compiled to sm_90a: registers, spills, instructions of an iteration of the
+main loops, and the clocks that they need at least. With cubin files: one line each. With --diff: the difference to another
+commit.
+"""
+
+import argparse
 import sys
+import tempfile
 from pathlib import Path
 
-from hopper_fa3.machine_code import report
+import sass_diff
+import table_kernels
+from loops import MainLoops, main_loops
+from sass_figures import BASELINE, as_json, figures, markdown, versions
 
+from hopper_fa3.machine_code import ToolMissing, disassemble, instructions, parse
+
+ROOT = Path(__file__).resolve().parent.parent
 SHOWN = ("HGMMA", "UTMALDG", "UTMASTG", "MUFU", "USETMAXREG", "STL", "LDL")
 
 
-def line(code):
-    """One line of a report: name, resources, the counts that decide speed, and the number of all instructions."""
+def line(cubin):
+    """One line about any cubin: name, resources, counts of the whole code, and its main loops where it has them."""
+    resources, listing = disassemble(cubin)
+    code = parse(resources, listing)
     counts = "  ".join(f"{family} {code.counts.get(family, 0)}" for family in SHOWN)
     memory = f"registers {code.registers}  stack {code.stack}  local {code.local}  static shared {code.shared}"
-    return f"{code.name}: {memory}  {counts}  instructions {sum(code.counts.values())}"
+    try:
+        sizes = zip(MainLoops._fields, main_loops(instructions(listing)), strict=True)
+        loops = "  ".join(f"{name} {len(loop)}" for name, loop in sizes)
+    except ValueError as error:
+        loops = f"not found, {error}"
+    return f"{code.name}: {memory}  {counts}  instructions {sum(code.counts.values())}  loops: {loops}"
 
 
-def main(paths):
-    if not paths:
-        print("usage: python profiling/sass.py FILE.cubin ...", file=sys.stderr)
+def report(kernels):
+    """{"versions": ..., "kernels": {name: figures}} of {name: Static}, compiled here."""
+    made, found = None, {}
+    for key, cubin in table_kernels.compiled(kernels):
+        made = versions(cubin)
+        try:
+            found[key] = figures(kernels[key], *disassemble(cubin))
+        except ValueError as error:
+            raise ValueError(f"{key}: {error}") from error
+    return {"versions": made, "kernels": found}
+
+
+def print_difference(revision, cases, root=ROOT):
+    """Print the diffs to a revision of the checkout ``root``, then a summary line for each kernel."""
+    summaries = []
+    with sass_diff.checkout(root, revision) as path, tempfile.TemporaryDirectory() as folder:
+        other = sass_diff.start(path, folder, cases)
+        try:
+            now = dict(table_kernels.compiled(table_kernels.chosen(cases)))
+            print(f"waiting for the kernels of {revision} ...", file=sys.stderr)
+            before = sass_diff.finish(other, folder, revision)
+        finally:
+            other.kill()
+            other.wait()
+    for key in [*now, *(before.keys() - now.keys())]:
+        text, summary = sass_diff.compare(key, before.get(key), now.get(key))
+        print(text, end="")
+        summaries.append(summary)
+    print("\n".join(summaries))
+
+
+def arguments(words):
+    parser = argparse.ArgumentParser(prog="sass.py", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("files", nargs="*", type=Path, metavar="FILE.cubin", help="report these files, compile nothing")
+    parser.add_argument("--case", action="append", default=[], help="only this kernel, as d128-causal; may be repeated")
+    parser.add_argument("--out", type=Path, help="write sass.md and sass.json into this folder as well")
+    other = parser.add_mutually_exclusive_group()
+    other.add_argument("--diff", metavar="REV", help="how the machine code differs from that of this commit")
+    other.add_argument("--update-baseline", action="store_true", help=f"write {BASELINE.name}, which a test holds us to")
+    found = parser.parse_args(words)
+    if found.files and (found.case or found.out or found.diff or found.update_baseline):
+        parser.error("cubin files take no options")
+    if found.update_baseline and found.case:
+        parser.error("the baseline is of all kernels: no --case")
+    if found.diff and found.out:
+        parser.error("--diff only prints: no --out")
+    return found
+
+
+def run(chosen):
+    if chosen.files:
+        for path in chosen.files:
+            print(line(path.read_bytes()))
+        return
+    if chosen.diff:
+        print_difference(chosen.diff, chosen.case)
+        return
+    found = report(table_kernels.chosen(chosen.case))
+    print(markdown(found), end="")
+    if chosen.out:
+        chosen.out.mkdir(parents=True, exist_ok=True)
+        (chosen.out / "sass.md").write_text(markdown(found))
+        (chosen.out / "sass.json").write_text(as_json(found))
+    if chosen.update_baseline:
+        BASELINE.write_text(as_json(found))
+        print(f"wrote {BASELINE}", file=sys.stderr)
+
+
+def main(words):
+    chosen = arguments(words)
+    try:
+        run(chosen)
+    except (ImportError, OSError, ValueError, ToolMissing, sass_diff.OtherCommit) as error:
+        print(f"sass: {error}", file=sys.stderr)
         return 2
-    for path in paths:
-        print(line(report(Path(path).read_bytes())))
     return 0
 
 

@@ -1,7 +1,6 @@
 """Every kind of kernel compiles to sm_90a without a GPU, into the instructions it was written for."""
 
 import ast
-import functools
 import math
 import os
 import subprocess
@@ -10,9 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from compiled import code
 
 from hopper_fa3 import compile as compiling
-from hopper_fa3 import machine_code, plan
+from hopper_fa3 import plan
 from hopper_fa3.kernels.softmax import LARGEST_EXPONENT
 from hopper_fa3.problem import Static
 
@@ -39,11 +39,6 @@ KINDS = [
 
 def name(static):
     return plan.forward_config(static, plan.choose(static)).name
-
-
-@functools.cache
-def code(static):
-    return machine_code.report(compiling.cubin(static, plan.choose(static)))
 
 
 @pytest.mark.parametrize("static", KINDS, ids=name)

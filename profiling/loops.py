@@ -1,0 +1,155 @@
+"""The loops of a disassembled forward kernel: what one iteration issues. Control-flow analysis, without a GPU.
+
+A loop is a natural loop (Aho, Lam, Sethi, Ullman, "Compilers", section 9.6): a branch back to a block through which every
+path to the branch leads, and all that lies between. Backward jumps alone would not do: ptxas moves the polling of a barrier
+behind the kernel's end and jumps back from there.
+"""
+
+from typing import NamedTuple
+
+ENDS = ("EXIT", "RET", "BRA", "BRX", "JMP", "JMX")  # without a predicate, the next instruction does not follow
+UNNAMED = ("BRX", "JMP", "JMX")  # no label says where they go
+
+
+class Graph(NamedTuple):
+    """Basic blocks by address (lists of Instructions), and for each the numbers of those that may follow."""
+
+    blocks: list
+    follow: list
+
+
+class Loop(NamedTuple):
+    """A natural loop: the numbers of its blocks."""
+
+    header: int
+    members: frozenset
+
+
+class MainLoops(NamedTuple):
+    """Instructions of one iteration on which no barrier has to be polled twice, by address."""
+
+    unmasked: list  # consumer: a block of K and V of which each row sees all
+    masked: list  # consumer: a block that the mask or the end of the keys cuts
+    producer: list  # K and V of one block
+
+
+def main_loops(instructions):
+    """MainLoops of a forward kernel's Instructions.
+
+    Consumer: the two innermost loops with HGMMA, of which the masked one selects scores (FSEL). Producer: the innermost
+    loop with UTMALDG. ValueError, naming what was found, where the code has another structure.
+    """
+    graph = flow(instructions)
+    found = loops(graph)
+    consumers = innermost(graph, found, "HGMMA")
+    if len(consumers) != 2:
+        raise ValueError(f"the consumer must have two innermost loops with HGMMA, got {_described(consumers)}")
+    unmasked, masked = sorted(consumers, key=lambda loop: count(loop, "FSEL"))
+    if count(unmasked, "HGMMA") != count(masked, "HGMMA") or count(unmasked, "FSEL") == count(masked, "FSEL"):
+        raise ValueError(f"one of two equal loops must select scores by FSEL, got {_described(consumers)}")
+    producers = innermost(graph, found, "UTMALDG")
+    if len(producers) != 1:
+        raise ValueError(f"the producer must have one innermost loop with UTMALDG, got {_described(producers)}")
+    return MainLoops(unmasked, masked, producers[0])
+
+
+def count(instructions, family):
+    return sum(instruction.family == family for instruction in instructions)
+
+
+def innermost(graph, found, family):
+    """One iteration of each loop that holds such an instruction while no loop inside it does."""
+    holding = [loop for loop in found if any(count(graph.blocks[number], family) for number in loop.members)]
+    inner = [loop for loop in holding if not any(other.members < loop.members for other in holding)]
+    return [iteration(graph, loop, found) for loop in inner]
+
+
+def iteration(graph, loop, found):
+    """The Instructions on all paths through one iteration that enter no loop inside this one, by address.
+
+    A loop inside polls a barrier. ValueError where every path leads through one.
+    """
+    inside = {other.header for other in found if other.members < loop.members}
+    seen = _reached(loop.header, lambda number: graph.follow[number] & loop.members - inside)
+    if not any(loop.header in graph.follow[number] for number in seen):
+        address = graph.blocks[loop.header][0].address
+        raise ValueError(f"an iteration of the loop at {address:#x} must have a path around the loops inside it, got none")
+    return [instruction for number in sorted(seen) for instruction in graph.blocks[number]]
+
+
+def loops(graph):
+    """The natural loops of a Graph; those that share their first block are one."""
+    dominators = _dominators(graph)
+    before = {number: {other for other in dominators if number in graph.follow[other]} for number in dominators}
+    members = {}
+    for number, above in dominators.items():
+        for header in graph.follow[number] & above:
+            body = _reached(number, lambda at, header=header: set() if at == header else before[at])
+            members.setdefault(header, {header}).update(body)
+    return [Loop(header, frozenset(inside)) for header, inside in members.items()]
+
+
+def flow(instructions):
+    """The Graph of Instructions. A call continues behind itself, and so does BSYNC, which must stand before the label
+    that its BSSY names. ValueError where a branch names no known label.
+    """
+    labels = {label: i for i, instruction in enumerate(instructions) for label in instruction.labels}
+    starts = {0} | {i + 1 for i, instruction in enumerate(instructions) if instruction.family in ENDS}
+    starts |= {_target(labels, instruction) for instruction in instructions if instruction.family == "BRA"}
+    starts = sorted(starts - {len(instructions)})
+    numbers = {start: number for number, start in enumerate(starts)}
+    meetings = {instruction.target for instruction in instructions if instruction.family == "BSSY"}
+    follow = []
+    for start, end in zip(starts, [*starts[1:], len(instructions)], strict=True):
+        last = instructions[end - 1]
+        if last.family in UNNAMED:
+            raise ValueError(f"a branch must name its target, got {last.text} at {last.address:#x}")
+        reached = {numbers[_target(labels, last)]} if last.family == "BRA" else set()
+        if end < len(instructions) and (last.predicate or last.family not in ENDS):
+            reached.add(numbers[end])
+        follow.append(reached)
+        for i in range(start, end):
+            meets = i + 1 < len(instructions) and meetings.intersection(instructions[i + 1].labels)
+            if instructions[i].family == "BSYNC" and not meets:
+                raise ValueError(f"BSYNC must stand before the label of a BSSY, got one at {instructions[i].address:#x}")
+    blocks = [instructions[start:end] for start, end in zip(starts, [*starts[1:], len(instructions)], strict=True)]
+    return Graph(blocks, follow)
+
+
+def _target(labels, branch):
+    if branch.target not in labels:
+        raise ValueError(f"a branch must name a label of the listing, got {branch.text} at {branch.address:#x}")
+    return labels[branch.target]
+
+
+def _dominators(graph):
+    """For each block that the first one reaches: the blocks on every path to it, itself included."""
+    reachable = _reached(0, lambda number: graph.follow[number])
+    before = {number: [other for other in reachable if number in graph.follow[other]] for number in reachable}
+    found = {number: set(reachable) for number in reachable} | {0: {0}}
+    changed = True
+    while changed:
+        changed = False
+        for number in sorted(reachable - {0}):
+            above = set.intersection(*(found[other] for other in before[number])) | {number}
+            changed |= above != found[number]
+            found[number] = above
+    return found
+
+
+def _reached(start, step):
+    """All that repeated steps reach from ``start``, itself included."""
+    seen, ahead = {start}, [start]
+    while ahead:
+        new = step(ahead.pop()) - seen
+        seen |= new
+        ahead += new
+    return seen
+
+
+def _described(found):
+    shown = [
+        f"{loop[0].address:#x} ({len(loop)} instructions, {count(loop, 'HGMMA')} HGMMA, {count(loop, 'FSEL')} FSEL)"
+        for loop in found
+    ]
+    return ", ".join(shown) or "none"
