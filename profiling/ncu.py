@@ -1,8 +1,8 @@
 """`make profile CASE=d128-causal`: Nsight Compute on one launch of our kernel, and a one-page report read from it.
 
-Profiling needs a Hopper GPU, ncu, and the right to read performance counters. It leaves ncu's own report (.ncu-rep, for
-its viewer) and its pages as CSV in the reports folder, which git ignores, and Markdown with a small JSON beside it in the
-results folder. --from makes the latter two again out of the former, or the Markdown out of the JSON, without a GPU.
+Profiling needs a Hopper GPU, ncu, and the right to read performance counters. It leaves ncu's own report (.ncu-rep,
+for its viewer) and its pages as CSV in the reports folder, which git ignores, and Markdown with a small JSON beside it
+in the results folder. --from makes the latter two again out of the CSV, or the Markdown out of the JSON, without a GPU.
 """
 
 import argparse
@@ -23,12 +23,13 @@ ROOT = Path(__file__).resolve().parent.parent
 WARM_UP = 2  # launches before the profiled one: the first compiles, the second finds everything in place
 TIMEOUT = 400  # seconds; ncu replays the launch about 40 times, and the kernel is compiled first
 INSTALLED = "/opt/nvidia/nsight-compute/*/ncu", "/usr/local/cuda*/bin/ncu"  # where ncu is when PATH does not name it
+# Name of our CSV -> which page of ncu's report, and which view of it
 PAGES = {
-    "raw": (),
-    "source": (),
-    "lines": ("--print-source", "sass,cuda"),
-    "session": (),
-}  # name of our CSV -> options of ncu's export
+    "raw": ["raw"],
+    "source": ["source"],
+    "lines": ["source", "--print-source", "sass,cuda"],
+    "session": ["session"],
+}
 PERMISSION = "ERR_NVGPUCTRPERM"
 
 
@@ -36,17 +37,27 @@ class Unavailable(RuntimeError):
     """Profiling is not possible on this machine."""
 
 
+def described(words):
+    """selection.case, its complaint in argparse's words."""
+    try:
+        return selection.case(words)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
 def parser():
     root = argparse.ArgumentParser(
         prog="make profile CASE=... ARGS=...", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    root.add_argument("--case", type=selection.case, metavar="WORDS", help=f"such as d128-causal or {selection.FORM}")
+    root.add_argument("--case", type=described, metavar="WORDS", help=f"such as d128-causal or {selection.FORM}")
     root.add_argument(
         "--from", dest="source", type=Path, metavar="PATH",
         help="no GPU needed: a folder of CSV pages (with --case) or the JSON of an earlier run",
     )  # fmt: skip
     root.add_argument("--out", type=Path, default=ROOT / "profiling" / "results", help="folder of Markdown and JSON")
-    root.add_argument("--reports", type=Path, default=ROOT / "build" / "ncu", help="folder of ncu's report and CSV pages")
+    root.add_argument(
+        "--reports", type=Path, default=ROOT / "build" / "ncu", help="folder of ncu's report and CSV pages"
+    )
     root.add_argument("--commit", help="recorded where this is no git checkout")
     root.add_argument("--workload", action="store_true", help="be the profiled program: launch the case a few times")
     return root
@@ -90,31 +101,34 @@ def profile(ncu, folder, case):
     folder.mkdir(parents=True, exist_ok=True)
     report = folder / "report.ncu-rep"
     report.unlink(missing_ok=True)
-    said = run(command(ncu, report.with_suffix(""), case))
+    done = run(command(ncu, report.with_suffix(""), case))
     if not report.exists():
-        raise Unavailable(complaint(said))
-    for page, options in PAGES.items():
-        name = page if page != "lines" else "source"
-        text = run([ncu, "--import", str(report), "--page", name, "--csv", "--print-units", "base", *options])
-        (folder / f"{page}.csv").write_text(text)
+        raise Unavailable(complaint(done))
+    for name, page in PAGES.items():
+        done = run([ncu, "--import", str(report), "--csv", "--print-units", "base", "--page", *page])
+        if done.returncode:
+            raise Unavailable(complaint(done))
+        (folder / f"{name}.csv").write_text(done.stdout)
     return report
 
 
 def run(words):
-    """What a command prints; Unavailable where it does not end in time. Its failure shows in what it leaves."""
+    """The finished process of a command; Unavailable where it does not end in time."""
     try:
-        done = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=TIMEOUT)
+        return subprocess.run(words, capture_output=True, text=True, timeout=TIMEOUT)
     except subprocess.TimeoutExpired as error:
         raise Unavailable(f"ncu did not end within {TIMEOUT} s: {' '.join(words)}") from error
-    return done.stdout
 
 
-def complaint(said):
-    """One line out of what ncu printed before it gave up."""
-    if PERMISSION in said:
-        return f"ncu may not read performance counters ({PERMISSION}): run as root, or set NVreg_RestrictProfilingToAdminUsers=0"
-    last = [line for line in said.splitlines() if line.startswith("==ERROR==") or "Error" in line] or said.splitlines()
-    return f"ncu left no report: {last[-1].strip() if last else 'it printed nothing'}"
+def complaint(done):
+    """One line out of what ncu and the workload printed before they gave up."""
+    said = f"{done.stdout}\n{done.stderr}".split("\n")
+    if any(PERMISSION in line for line in said):
+        allow = "run as root, or set NVreg_RestrictProfilingToAdminUsers=0"
+        return f"ncu may not read performance counters ({PERMISSION}): {allow}"
+    said = [line.strip() for line in said if line.strip()]
+    errors = [line for line in said if "Error" in line or "==ERROR==" in line]
+    return f"ncu failed: {(errors or said or ['it printed nothing'])[-1]}"
 
 
 def measure(options):
@@ -161,9 +175,9 @@ def main(arguments=None):
         return 0
     try:
         figures = measure(options) if options.source is None else reread(options)
-    except Unavailable as error:
+    except (Unavailable, ValueError, OSError) as error:
         print(f"profile: {error}", file=sys.stderr)
-        return 2
+        return 2 if isinstance(error, Unavailable) else 1
     for path in write(options.out, figures):
         print(path)
     return 0

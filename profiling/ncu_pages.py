@@ -1,4 +1,4 @@
-"""Reads the pages that Nsight Compute exports as CSV: metrics, machine code with stall samples, Python lines, session."""
+"""Reads the pages that Nsight Compute exports as CSV: metrics, machine code with its stall samples, lines, session."""
 
 import csv
 import datetime

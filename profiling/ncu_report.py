@@ -18,15 +18,15 @@ from hopper_fa3.problem import Problem
 
 # What can bound a launch: our word -> what it is called on the page. All in % of the elapsed time at the peak rate.
 BOUNDS = {
-    "tensor": "tensor pipe (WGMMA)",
-    "mufu": "exponentials and conversions (MUFU, the XU pipe)",
-    "issue": "issue slots of the four schedulers",
+    "tensor": "tensor cores (WGMMA)",
+    "mufu": "MUFU (exponentials; the XU pipe)",
+    "issue": "issue slots",
     "fma": "FMA pipe",
     "alu": "ALU pipe",
     "uniform": "uniform datapath",
-    "shared": "shared memory, its data pipe",
-    "l2_out": "L2 to SM, the crossbar's links",
-    "l2": "L2, its busiest part",
+    "shared": "shared memory's data pipe",
+    "l2_out": "links from L2 to the SMs",
+    "l2": "L2 (its busiest part)",
     "dram": "DRAM",
 }
 BUSY = 60  # %: below it, ncu's own rules look for latency instead of throughput
@@ -53,9 +53,7 @@ def least(case, tile_m, tile_n):
     heads = case.batch * case.heads
     copied = visited * tile_n * (head_dim + head_dim_v) + len(tiles) * tile_m * head_dim
     pairs = visited * tile_m * tile_n
-    return Least(
-        heads * copied * ELEMENT_BYTES, case.bytes, case.flops, heads * 2 * pairs * (head_dim + head_dim_v)
-    )
+    return Least(heads * copied * ELEMENT_BYTES, case.bytes, case.flops, heads * 2 * pairs * (head_dim + head_dim_v))
 
 
 def tile(case, kernel):
@@ -68,9 +66,9 @@ def tile(case, kernel):
               (case.seqlen_k, case.heads_k, case.head_dim_v))  # fmt: skip
     element = torch.empty(1, dtype=getattr(torch, case.dtype))
     problem = Problem.from_tensors(*(element.expand(case.batch, *shape) for shape in shapes), **case.options)
-    expected = plan.forward_config(problem.static, plan.Plan(tile_m, tile_n)).name
+    expected = TILE.sub("", plan.forward_config(problem.static, plan.Plan(tile_m, tile_n)).name)
     if not kernel.startswith(expected):
-        raise ValueError(f"case {selection.slug(case)} is computed by {expected}, but {kernel} was profiled")
+        raise ValueError(f"case {selection.slug(case)} must be computed by {expected}, got a profile of {kernel}")
     return tile_m, tile_n
 
 
@@ -88,7 +86,7 @@ def read(folder, case, facts):
         raise ValueError(f"lines.csv is of other machine code: it lacks {len(unknown)} instructions of source.csv")
     return {
         "case": selection.slug(case),
-        "environment": {"gpu": gpu} | facts | ncu_pages.session(folder / "session.csv"),
+        "environment": {"gpu": gpu} | ncu_pages.session(folder / "session.csv") | facts,
         "kernel": kernel,
         "metrics": metrics,
         "least": least(case, *tile(case, kernel))._asdict(),
@@ -139,47 +137,59 @@ def markdown(figures):
 
 
 def reading(figures):
-    """Sentences that the figures imply: the nearest bound, the room up to it, where consumers wait, what memory adds."""
+    """Sentences that the figures imply: the nearest bound, the room up to it, where consumers wait, memory's part."""
     metrics, needed = figures["metrics"], figures["least"]
     ranked = sorted(BOUNDS, key=lambda word: -metrics[word])
     first, second = ranked[:2]
-    near = "is the nearest bound" if metrics[first] >= BUSY else f"is busiest, yet under {BUSY} %: waiting bounds this launch"
-    milliseconds = metrics["nanoseconds"] * 1e-6
-    yield f"The {BOUNDS[first]} {near}: {metrics[first]:.0f} % busy; next the {BOUNDS[second]}, {metrics[second]:.0f} %."
-    ideal = milliseconds * metrics[first] / 100
-    yield (
-        f"Were it always busy, the launch would take {ideal:.3f} instead of {milliseconds:.3f} ms at this clock "
-        f"({100 / metrics[first]:.2f} times as fast); {_share(needed['flops'], needed['tile_flops'])} of the matrix work is on "
-        f"visible pairs."
+    near = (
+        "Nearest bound"
+        if metrics[first] >= BUSY
+        else f"Nothing is busy {BUSY} % of the time, so waiting bounds it; busiest"
     )
+    yield f"{near}: {BOUNDS[first]}, {metrics[first]:.0f} % busy; next {BOUNDS[second]}, {metrics[second]:.0f} %."
+    taken, room = metrics["nanoseconds"] * 1e-6, 100 / metrics[first]
+    useful = _share(needed["flops"], needed["tile_flops"])
+    yield (
+        f"Always busy there, the launch would take {taken / room:.3f} instead of {taken:.3f} ms at this clock ({room:.2f} "
+        f"times as fast); {useful} of its matrix work is on visible pairs."
+    )
+    together = metrics["tensor"] + metrics["mufu"]
+    if together > 100:
+        overlap = f"{together - 100:.0f} % of the time"
+        yield f"Tensor cores and MUFU add up to {together:.0f} %: they work at once for at least {overlap}."
     main = Counter(figures["roles"][ncu_roles.MAIN])
     issuing, total = main.pop("selected", 0), max(1, sum(figures["roles"][ncu_roles.MAIN].values()))
-    worst = ", ".join(f"{_meant(reason)} ({_share(count, total)})" for reason, count in main.most_common(3))
-    yield f"A consumer warp in the main loop issues in {_share(issuing, total)} of its samples; most others: {worst}."
+    worst = ", ".join(f"{reason} {_share(count, total)}" for reason, count in main.most_common(3))
+    yield f"In the main loop a consumer warp issues in {_share(issuing, total)} of its samples; most others: {worst}."
     dram = (metrics["dram_read_bytes"] + metrics["dram_write_bytes"]) / needed["dram_bytes"]
     l2 = metrics["l2_read_bytes"] / needed["l2_bytes"]
     verdict = "does not bound" if metrics["dram"] < BUSY else "may bound"
-    yield f"DRAM moves {dram:.2f} times the least, L2 {l2:.2f} times; DRAM at {metrics['dram']:.0f} % {verdict} this launch."
+    traffic = f"DRAM moves {dram:.2f} times the least, L2 {l2:.2f} times"
+    yield f"{traffic}; DRAM, {metrics['dram']:.0f} % busy, {verdict} this launch."
 
 
 def _launch(figures):
     metrics, (producer, consumer) = figures["metrics"], figures["registers_by_role"]
+    taken, kib = metrics["nanoseconds"] * 1e-6, metrics["shared_bytes"] / 1024
     hertz, largest = metrics["sm_hz"] * 1e-6, metrics["largest_khz"] * 1e-3
+    conflicts, wavefronts = metrics["conflicts"], metrics["wavefronts"]
+    active, least_active = (
+        _share(metrics[word], metrics["cycles"]) for word in ("active_cycles", "least_active_cycles")
+    )
     spills = metrics["local_loads"] + metrics["local_stores"]
     return [
-        f"- **{metrics['nanoseconds'] * 1e-6:.3f} ms, {figures['teraflops']:.0f} TFLOP/s** by the usual count. ncu empties the "
-        "caches before the launch and lets the GPU rest between passes: compare with other profiles, not with `make bench`.",
-        f"- SM clock {hertz:.0f} of at most {largest:.0f} MHz; the SMs were active in "
-        f"{_share(metrics['active_cycles'], metrics['cycles'])} of the elapsed cycles, the least active one in "
-        f"{_share(metrics['least_active_cycles'], metrics['cycles'])}.",
-        f"- {metrics['ctas']:.0f} CTAs of {metrics['threads']:.0f} threads on {metrics['sms']:.0f} SMs; registers a thread: "
-        f"{metrics['registers']:.0f} at launch, then {producer} for the producer and {consumer} for consumers; "
+        f"- **{taken:.3f} ms, {figures['teraflops']:.0f} TFLOP/s** by the usual count. ncu launches the kernel alone, pass "
+        "by pass, each with empty caches: compare with other profiles, not with `make bench`.",
+        f"- SM clock {hertz:.0f} of at most {largest:.0f} MHz. The SMs were active in {active} of the elapsed cycles, the "
+        f"least active one in {least_active}.",
+        f"- {metrics['ctas']:.0f} CTAs of {metrics['threads']:.0f} threads on {metrics['sms']:.0f} SMs. Registers a "
+        f"thread: {metrics['registers']:.0f} at launch, then {producer} for the producer and {consumer} for consumers; "
         f"{spills:.0f} instructions executed on local memory (spills).",
-        f"- Shared memory {metrics['shared_bytes'] / 1024:.0f} KiB a CTA. Occupancy {metrics['occupancy']:.1f} %: "
-        f"{metrics['active_warps']:.1f} warps an SM on average, of {metrics['launched_warps']:.0f} launched (all but one of "
-        "the producer's warpgroup leave at once).",
-        f"- Bank conflicts: {metrics['conflicts']:,.0f} of {metrics['wavefronts']:,.0f} wavefronts in shared memory "
-        f"({metrics['conflicts'] / metrics['wavefronts']:.2%}); by the addresses of the instructions, "
+        f"- Shared memory {kib:.0f} KiB a CTA. Occupancy {metrics['occupancy']:.1f} %: {metrics['active_warps']:.1f} warps "
+        f"an SM on average, of {metrics['launched_warps']:.0f} launched (all but one of the producer's warpgroup leave at "
+        "once).",
+        f"- Bank conflicts: {conflicts:,.0f} of {wavefronts:,.0f} wavefronts in shared memory "
+        f"({_share(conflicts, wavefronts)}); by the addresses of the instructions, "
         f"{metrics['excessive_wavefronts']:,.0f} wavefronts more than ideal.",
     ]
 
@@ -190,10 +200,17 @@ def _traffic(figures):
     seconds = metrics["nanoseconds"] * 1e-9
 
     def row(name, measured, floor, note):
-        return name, f"{measured / 1e6:.1f}", f"{floor / 1e6:.1f}", f"{measured / floor:.3f}", f"{measured / seconds / 1e12:.2f}", note
+        return (
+            name,
+            f"{measured / 1e6:.1f}",
+            f"{floor / 1e6:.1f}",
+            f"{measured / floor:.3f}",
+            f"{measured / seconds / 1e12:.2f}",
+            note,
+        )
 
     read, written = metrics["dram_read_bytes"] / 1e6, metrics["dram_write_bytes"] / 1e6
-    return _table(
+    table = _table(
         ("", "MB", "least, MB", "ratio", "TB/s", "counted how"),
         [
             row("L2 to SMs", metrics["l2_read_bytes"], needed["l2_bytes"],
@@ -201,10 +218,9 @@ def _traffic(figures):
             row("DRAM", dram, needed["dram_bytes"],
                 f"{read:.1f} read, {written:.1f} written; least: q, k, v, out and LSE once"),
         ],
-    ) + [
-        "",
-        f"L2 finds {metrics['l2_hit']:.1f} % of the sectors. Output that still lies in L2 at the end is not counted at DRAM.",
-    ]  # fmt: skip
+    )  # fmt: skip
+    note = f"L2 hit rate {metrics['l2_hit']:.1f} %. Output that still lies in L2 at the end has not reached DRAM."
+    return [*table, "", note]
 
 
 def _stalls(figures):
@@ -235,7 +251,11 @@ def _lines(figures):
         (f"{line['place']}", _share(line["samples"], everything), line["reason"], line["role"], _code(line["text"]))
         for line in figures["lines"]
     ]
-    return _table(("line", "samples", "most wait", "mostly in", ""), rows)
+    return [
+        *_table(("line", "samples", "most wait", "mostly in", ""), rows),
+        "",
+        "The DSL attributes some instructions to the blank lines behind the function that they are from.",
+    ]
 
 
 def _meant(reason):

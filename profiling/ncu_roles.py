@@ -1,4 +1,4 @@
-"""Whose stall samples are whose: the producer warp's or the consumers', and in which loop; what each stall waits for."""
+"""Whose stall samples are whose: the producer warp's or the consumers', and in which loop; what a stall waits for."""
 
 from collections import Counter, defaultdict
 
@@ -79,7 +79,9 @@ def reached(start, after):
 
 def register_budget(sampled):
     """(producer, consumer) registers a thread after USETMAXREG."""
-    texts = {row.instruction.opcode: row.instruction.operands for row in sampled if row.instruction.family == "USETMAXREG"}
+    texts = {
+        row.instruction.opcode: row.instruction.operands for row in sampled if row.instruction.family == "USETMAXREG"
+    }
     found = {opcode.split(".")[1]: int(operands.split(",")[-1].strip(), 16) for opcode, operands in texts.items()}
     return found["DEALLOC"], found["TRY_ALLOC"]
 
