@@ -150,8 +150,8 @@ def reading(figures):
     taken, room = metrics["nanoseconds"] * 1e-6, 100 / metrics[first]
     useful = _share(needed["flops"], needed["tile_flops"])
     yield (
-        f"Always busy there, the launch would take {taken / room:.3f} instead of {taken:.3f} ms at this clock ({room:.2f} "
-        f"times as fast); {useful} of its matrix work is on visible pairs."
+        f"Always busy there, the launch would take {taken / room:.3f} instead of {taken:.3f} ms at this clock "
+        f"({room:.2f} times as fast); {useful} of its matrix work is on visible pairs."
     )
     together = metrics["tensor"] + metrics["mufu"]
     if together > 100:
@@ -178,16 +178,16 @@ def _launch(figures):
     )
     spills = metrics["local_loads"] + metrics["local_stores"]
     return [
-        f"- **{taken:.3f} ms, {figures['teraflops']:.0f} TFLOP/s** by the usual count. ncu launches the kernel alone, pass "
-        "by pass, each with empty caches: compare with other profiles, not with `make bench`.",
-        f"- SM clock {hertz:.0f} of at most {largest:.0f} MHz. The SMs were active in {active} of the elapsed cycles, the "
-        f"least active one in {least_active}.",
+        f"- **{taken:.3f} ms, {figures['teraflops']:.0f} TFLOP/s** by the usual count. ncu launches the kernel alone, "
+        "pass by pass, each with empty caches: compare with other profiles, not with `make bench`.",
+        f"- SM clock {hertz:.0f} of at most {largest:.0f} MHz. The SMs were active in {active} of the elapsed cycles, "
+        f"the least active one in {least_active}.",
         f"- {metrics['ctas']:.0f} CTAs of {metrics['threads']:.0f} threads on {metrics['sms']:.0f} SMs. Registers a "
         f"thread: {metrics['registers']:.0f} at launch, then {producer} for the producer and {consumer} for consumers; "
         f"{spills:.0f} instructions executed on local memory (spills).",
-        f"- Shared memory {kib:.0f} KiB a CTA. Occupancy {metrics['occupancy']:.1f} %: {metrics['active_warps']:.1f} warps "
-        f"an SM on average, of {metrics['launched_warps']:.0f} launched (all but one of the producer's warpgroup leave at "
-        "once).",
+        f"- Shared memory {kib:.0f} KiB a CTA. Occupancy {metrics['occupancy']:.1f} %: {metrics['active_warps']:.1f} "
+        f"warps an SM on average, of {metrics['launched_warps']:.0f} launched (all but one of the producer's warpgroup "
+        "leave at once).",
         f"- Bank conflicts: {conflicts:,.0f} of {wavefronts:,.0f} wavefronts in shared memory "
         f"({_share(conflicts, wavefronts)}); by the addresses of the instructions, "
         f"{metrics['excessive_wavefronts']:,.0f} wavefronts more than ideal.",
