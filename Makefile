@@ -3,6 +3,8 @@
 VENV := .venv
 READY := $(VENV)/.ready
 ARGS ?=
+# CASE=d128-causal: what profile, timeline, ablation and roofline look at; DIFF=rev: what sass compares with
+CASE_WORDS = $(if $(CASE),--case $(CASE))
 
 ifdef PY
 PYTHON := PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(PY)
@@ -13,7 +15,7 @@ PYTHON := $(VENV)/bin/python
 SETUP := $(READY)
 endif
 
-.PHONY: help setup demo test test-gpu lint bench
+.PHONY: help setup demo test test-gpu lint sass bench profile timeline ablation roofline
 
 help:
 	@echo "make setup     make .venv and install the pinned versions of requirements.txt into it"
@@ -22,10 +24,18 @@ help:
 	@echo "make test      all tests; those that need a Hopper GPU are skipped where there is none"
 	@echo "make test-gpu  the tests that need a Hopper GPU; fails where there is none"
 	@echo "make lint      ruff: rules and formatting"
-	@echo "make bench     ours beside PyTorch and FlashAttention-4 on a Hopper GPU; ARGS='--graph --host' and more: ARGS=--help"
+	@echo "make sass      registers, spills and main-loop instructions of every kernel; needs no GPU"
+	@echo "               DIFF=rev: what changed in them since that commit"
+	@echo
+	@echo "On a Hopper GPU; results go to profiling/results; ARGS=--help lists the options of each:"
+	@echo "make bench     ours beside PyTorch and FlashAttention-4; ARGS='--suite forward|backward|decode --graph --host'"
+	@echo "make profile   CASE=d128-causal: Nsight Compute on one launch, and one page read from it"
+	@echo "make timeline  CASE=d128-causal: what each warpgroup does over time, as a picture and for Perfetto"
+	@echo "make ablation  the kernel without ping-pong, without overlap, without both"
+	@echo "make roofline  intensity against speed, and the generations of attention against the matrix product"
 	@echo
 	@echo "PY=python3     use this interpreter and what is installed there; set up nothing"
-	@echo "ARGS=...       further arguments of demo, pytest or the benchmark"
+	@echo "ARGS=...       further arguments of the demo, of pytest or of the script behind the verb"
 
 setup: $(SETUP)
 
@@ -51,5 +61,20 @@ lint: $(SETUP)
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 
+sass: $(SETUP)
+	@$(PYTHON) profiling/sass.py $(if $(DIFF),--diff $(DIFF)) $(CASE_WORDS) $(ARGS)
+
 bench: $(SETUP)
 	@$(PYTHON) profiling/bench.py $(ARGS)
+
+profile: $(SETUP)
+	@$(PYTHON) profiling/ncu.py $(CASE_WORDS) $(ARGS)
+
+timeline: $(SETUP)
+	@$(PYTHON) profiling/timeline.py $(CASE_WORDS) $(ARGS)
+
+ablation: $(SETUP)
+	@$(PYTHON) profiling/ablation.py $(ARGS)
+
+roofline: $(SETUP)
+	@$(PYTHON) profiling/roofline.py $(ARGS)

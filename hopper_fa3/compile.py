@@ -41,10 +41,10 @@ def compiled(static, plan, options=()):
     return function
 
 
-def cubin(static, plan):
-    """Machine code (sm_90a cubin, bytes) of the kernel for ``(static, plan)``. Needs no GPU."""
+def cubin(static, plan, options=()):
+    """Machine code (sm_90a cubin, bytes) of the kernel for ``(static, plan)``; needs no GPU. ``options``: see above."""
     with tempfile.TemporaryDirectory() as folder, _lock:
-        _trace(static, plan, ("--keep-cubin", f"--dump-dir={folder}"))
+        _trace(static, plan, ("--keep-cubin", f"--dump-dir={folder}", *options))
         (file,) = Path(folder).glob("*.cubin")
         return file.read_bytes()
 

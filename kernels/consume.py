@@ -14,6 +14,7 @@ from .blocks import Band
 from .config import WARPGROUP_THREADS, WARPS_PER_WARPGROUP, WGMMA_M, ForwardConfig
 from .epilogue import normalise, send_output, store_lse, wait_output_free, write_output
 from .mask import mask_scores
+from .phases import Phase, begin
 from .products import (
     Products,
     as_left_operand,
@@ -80,6 +81,7 @@ class Consumer:
             m_block, head, batch_index = self.schedule.coordinates(index, seqlen_q, heads, batch, run.section)
             full, end, _ = self.band.blocks(m_block * config.tile_m, config.tile_m, seqlen_q, seqlen_k, run.right)
             first_row = m_block * config.tile_m + warpgroup * WGMMA_M + thread // QUAD // 8 * 16 + thread // QUAD % 8
+            begin(Phase.WAIT_Q)
             rows = self.start_rows(products, first_row, seqlen_q, seqlen_k, run)
             # Main loop
             q_pipe.consumer_wait(q_state)
@@ -99,6 +101,7 @@ class Consumer:
             if end > 0:
                 v_state = self.last_output(products, v_pipe, v_state, rows)
             # O and LSE leave
+            begin(Phase.EPILOGUE)
             inverse, row_lse = self.softmax.finish(rows.extreme, rows.sum, run.scale_log2)
             normalise(rows_and_columns(rows.acc_o), inverse, row_lse, rows.key_limits, self.band)
             store_lse(lse, row_lse, first_row, head, batch_index)
@@ -114,10 +117,13 @@ class Consumer:
                 q_pipe.consumer_release(q_state)
             # Q has one stage a warpgroup: the next tile finds the same stage in the other phase
             q_state = pipeline.PipelineState(config.consumer_warpgroups, Int32(0), warpgroup, q_state.phase ^ 1)
+            begin(Phase.WAIT_TILE)
             index, queue_state = self.schedule.receive(queue, queue_state, index)
+        begin(Phase.EPILOGUE)
         self.turns.close(warpgroup)
         if is_store_warp:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
+        begin(Phase.EXIT)
 
     @cute.jit
     def start_rows(self, products: Products, first_row: Int32, seqlen_q: Int32, seqlen_k: Int32, run: RunTime) -> Rows:
@@ -156,17 +162,24 @@ class Consumer:
     ):
         """Scores and softmax of the last block: its P V comes with the next block."""
         scores = new_accumulator(products.qk_first, (WGMMA_M, self.config.tile_n))
+        begin(Phase.WAIT_K)
         k_pipe.consumer_wait(k_state)
+        begin(Phase.WAIT_TURN)
         self.turns.wait(warpgroup)
+        begin(Phase.ISSUE_QK)
         wgmma.fence()
         issue_scores(products, scores, k_state.index)
         self.turns.give(warpgroup)
+        begin(Phase.WAIT_QK)
         wgmma.wait_group(0)
+        begin(Phase.MASK)
         k_pipe.consumer_release(k_state)
         k_state.advance()
         if full < end:
             self.mask(scores, rows, end - 1)
+        begin(Phase.ROW_MAXIMUM)
         rescale, shift = self.softmax.update(rows_and_columns(scores), rows.extreme, run.scale_log2)
+        begin(Phase.EXPONENTIALS)
         self.keep_probabilities(scores, rows, rescale, shift, run)
         return k_state
 
@@ -190,23 +203,33 @@ class Consumer:
         _, k_pipe, v_pipe = pipes
         scores = new_accumulator(products.qk_first, (WGMMA_M, config.tile_n))
         # Issue both products in this warpgroup's turn
+        begin(Phase.WAIT_K)
         k_pipe.consumer_wait(k_state)
+        begin(Phase.WAIT_TURN)
         self.turns.wait(warpgroup)
+        begin(Phase.ISSUE_QK)
         wgmma.fence()
         issue_scores(products, scores, k_state.index)
+        begin(Phase.WAIT_V)
         v_pipe.consumer_wait(v_state)
+        begin(Phase.ISSUE_PV)
         issue_output(products, rows.acc_o, rows.probabilities, v_state.index)
         self.turns.give(warpgroup)
         # P V runs on under the row maximum here and under the other warpgroups' softmax; without overlap both
         # products end first
+        begin(Phase.WAIT_QK)
         wgmma.wait_group(1 if config.overlap else 0)
+        begin(Phase.MASK if masked else Phase.ROW_MAXIMUM)
         k_pipe.consumer_release(k_state)
         if const_expr(masked):
             self.mask(scores, rows, block)
+            begin(Phase.ROW_MAXIMUM)
         rescale, shift = self.softmax.update(rows_and_columns(scores), rows.extreme, run.scale_log2)
         # Not after the exponentials: V's stage is then refilled in time, and rescaling O hides under MUFU (5 % at
         # head_dim 128)
+        begin(Phase.WAIT_PV)
         wgmma.wait_group(0)
+        begin(Phase.EXPONENTIALS)
         v_pipe.consumer_release(v_state)
         self.keep_probabilities(scores, rows, rescale, shift, run)
         rescale_rows(rows_and_columns(rows.acc_o), rescale)
@@ -217,9 +240,12 @@ class Consumer:
     @cute.jit
     def last_output(self, products: Products, v_pipe, v_state, rows: Rows):
         """P V of the last visited block."""
+        begin(Phase.WAIT_V)
         v_pipe.consumer_wait(v_state)
+        begin(Phase.ISSUE_PV)
         wgmma.fence()
         issue_output(products, rows.acc_o, rows.probabilities, v_state.index)
+        begin(Phase.WAIT_PV)
         wgmma.wait_group(0)
         v_pipe.consumer_release(v_state)
         v_state.advance()

@@ -20,6 +20,7 @@ from .config import SHARED_ALIGNMENT, WARPS_PER_WARPGROUP, WGMMA_M, ForwardConfi
 from .consume import Consumer
 from .kv_source import DenseValues
 from .load import Producer
+from .phases import Phase, begin
 from .schedule import SLOTS, Schedule, TileQueue
 from .smem import forward_layouts, forward_storage
 from .softmax import Softmax
@@ -89,6 +90,7 @@ class ForwardKernel:
     @cute.kernel
     def kernel(self, tensors: tuple, lse: cute.Tensor, counter: cute.Tensor, run: RunTime):
         config = self.config
+        begin(Phase.SETUP)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         # Descriptors, shared memory, barriers
         if warp == 0:

@@ -10,6 +10,7 @@ from .args import RunTime, TiledTensor, partition
 from .blocks import Band
 from .config import WGMMA_M, ForwardConfig
 from .kv_source import DenseValues
+from .phases import Phase, begin
 from .schedule import SLOTS, Schedule, TileQueue
 
 
@@ -24,9 +25,11 @@ def head_tiles(tiled: TiledTensor, shared: cute.Tensor, box: cutlass.Constexpr, 
 
 
 @cute.jit
-def load(atom: cute.CopyAtom, source: cute.Tensor, stages: cute.Tensor, pipe, state):
+def load(phase: cutlass.Constexpr, atom: cute.CopyAtom, source: cute.Tensor, stages: cute.Tensor, pipe, state):
     """Wait until the stage is free, start the copy of one tile, and advance the state."""
+    begin(Phase.WAIT_FREE)
     pipe.producer_acquire(state)
+    begin(phase)
     cute.copy(atom, source, stages[None, state.index], tma_bar_ptr=pipe.producer_get_barrier(state))
     pipe.producer_commit(state)
     state.advance()
@@ -58,6 +61,7 @@ class Producer:
         queue_state = pipeline.make_pipeline_state(producer, SLOTS)
         index, tiles = self.schedule.first(), self.schedule.count(seqlen_q, heads, batch)
         while index < tiles:
+            begin(Phase.TAKE_TILE)
             m_block, head, batch_index = self.schedule.coordinates(index, seqlen_q, heads, batch, run.section)
             index, queue_state = self.schedule.fetch(queue, queue_state, index)
             _, end, keys = self.band.blocks(m_block * config.tile_m, config.tile_m, seqlen_q, seqlen_k, run.right)
@@ -65,14 +69,16 @@ class Producer:
             q_tiles, q_stages = head_tiles(tiled_q, s_q, (WGMMA_M, config.head_dim), head, batch_index)
             k_tiles, k_stages = head_tiles(tiled_k, s_k, (config.tile_n, config.head_dim), head_k, batch_index)
             if end > 0:
-                k_state = load(tiled_k.atom, k_tiles[None, end - 1], k_stages, k_pipe, k_state)
+                k_state = load(Phase.LOAD_K, tiled_k.atom, k_tiles[None, end - 1], k_stages, k_pipe, k_state)
             # Also for a tile that sees no key: the turn of Q's buffer, which O may share, stays the same for all
             for piece in cutlass.range_constexpr(config.consumer_warpgroups):
                 q_tile = q_tiles[None, m_block * config.consumer_warpgroups + piece]
-                q_state = load(tiled_q.atom, q_tile, q_stages, q_pipe, q_state)
+                q_state = load(Phase.LOAD_Q, tiled_q.atom, q_tile, q_stages, q_pipe, q_state)
             for block in cutlass.range(end - 1, -1, -1, unroll=1):
                 if block > 0:
-                    k_state = load(tiled_k.atom, k_tiles[None, block - 1], k_stages, k_pipe, k_state)
+                    k_state = load(Phase.LOAD_K, tiled_k.atom, k_tiles[None, block - 1], k_stages, k_pipe, k_state)
                 v_tile, v_stages = self.values.tile(tiled_v, s_v, block, keys, head_k, batch_index)
-                v_state = load(tiled_v.atom, v_tile, v_stages, v_pipe, v_state)
+                v_state = load(Phase.LOAD_V, tiled_v.atom, v_tile, v_stages, v_pipe, v_state)
+        begin(Phase.TAKE_TILE)
         self.schedule.finish(queue)
+        begin(Phase.EXIT)

@@ -1,9 +1,10 @@
-"""`make bench`: our forward beside PyTorch's backends, FlashAttention-4 and the machine's ceilings, on random data.
+"""`make bench`: our attention beside PyTorch's backends, FlashAttention-4 and the machine's ceilings, on random data.
 
-Every cell (head dim, length, mask) times all of them in interleaved rounds. Four kinds of rows: "kernel" (events over
-many launches of the shortest way to each kernel), "public" (the same through the functions that people call), "graph"
-(replayed launches, for short problems whose host time would hide the kernel) and "host" (the time that a warm public
-call spends on the host).
+Three suites: the forward, the backward, and decoding (one query a head). Every cell (head dim, length, mask) times all
+of them in interleaved rounds. Kinds of rows: "kernel" (events over many launches of the shortest way to each kernel),
+"public" (the same through the functions that people call), "autograd" (the same for torch.autograd.grad over a kept
+graph), "graph" (replayed launches, for short problems whose host time would hide the kernel) and "host" (the time that
+a warm call spends on the host).
 """
 
 import argparse
@@ -13,25 +14,22 @@ from pathlib import Path
 
 import cost
 import environment
+import plots
 import tables
 import torch
-from peers import PEERS, refusal
+from peers import PEERS, REFUSALS, refusal
 from peers import versions as peer_versions
-from timing import EventClock, HostClock, Launch, graph, interleaved
+from progress import Progress
+from suites import OURS, SHORT, SUITES, Inputs, apart, ceiling_rates, ceilings
+from timing import EventClock, HostClock, Launch, interleaved
 
-from hopper_fa3 import flash_attn_func, launch
 from hopper_fa3.info import hopper_missing
-from hopper_fa3.problem import Problem
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests"))
-from cases import Case  # noqa: E402  (the same cases as the tests: found by the line above)
-
-GRAPH_SEQLENS = (512, 1024)
-HOST_CASE = Case(1, 128, 128, 16, 16, 128, 128)  # small: the GPU is done long before the host
+RESULTS = Path(__file__).resolve().parent / "results"
 HOST_SECONDS = 0.005
 LONGEST_ROUND, SHORTEST_ROUND = 0.04, 0.004  # seconds a callable gets in one round
 AGREEMENT = 0.02  # of the largest output: two bf16 kernels differ by their rounding, far less than this
+SHAPES = ("head_dims", "seqlens", "causal", "tokens", "width", "group")  # options that decoding does not take
 
 
 def numbers(text):
@@ -40,6 +38,7 @@ def numbers(text):
 
 def parser():
     root = argparse.ArgumentParser(prog="make bench ARGS=...", description=__doc__.splitlines()[0])
+    root.add_argument("--suite", choices=SUITES, default="forward")
     root.add_argument("--head-dims", type=numbers, default=[64, 128, 256], metavar="D,...")
     root.add_argument("--seqlens", type=numbers, default=[512, 1024, 2048, 4096, 8192, 16384], metavar="S,...")
     root.add_argument("--causal", choices=("both", "yes", "no"), default="both")
@@ -48,26 +47,29 @@ def parser():
     root.add_argument("--group", type=int, default=1, help="query heads per K/V head (default: %(default)s)")
     root.add_argument("--peers", default=",".join(PEERS), help="of %(default)s")
     root.add_argument("--rounds", type=int, default=7)
-    root.add_argument("--graph", action="store_true", help=f"also replay CUDA graphs, at lengths {GRAPH_SEQLENS}")
-    root.add_argument("--host", action="store_true", help="also time the host side of warm public calls")
+    root.add_argument("--graph", action="store_true", help=f"also replay CUDA graphs: lengths {SHORT}, all of decode")
+    root.add_argument("--host", action="store_true", help="also time the host side of warm calls")
     root.add_argument("--budget", type=float, default=270, help="seconds: rounds get shorter, then cells are left out")
-    root.add_argument("--out", type=Path, default=ROOT / "profiling" / "results", help="folder of the result files")
+    root.add_argument("--out", type=Path, help="folder of the result files (default: profiling/results, or FILE's)")
     root.add_argument("--commit", help="recorded where this is no git checkout")
+    root.add_argument("--from", dest="source", type=Path, metavar="FILE.json", help="measure nothing: draw these again")
     return root
+
+
+def wrong(options):
+    """What is wrong with the options, or None."""
+    unknown = set(options.peers.split(",")) - set(PEERS) - {""}
+    if unknown:
+        return f"bench knows the peers {', '.join(PEERS)}, got {', '.join(sorted(unknown))}"
+    set_here = [name for name in SHAPES if getattr(options, name) != parser().get_default(name)]
+    if options.suite == "decode" and set_here:
+        words = ", ".join(f"--{name.replace('_', '-')}" for name in set_here)
+        return f"the decode suite has shapes of its own, got {words}"
+    return None
 
 
 def say(text):
     print(text, file=sys.stderr, flush=True)
-
-
-def grid(options):
-    """The cases in the order they are measured."""
-    masks = {"both": (False, True), "yes": (True,), "no": (False,)}[options.causal]
-    return [
-        Case(options.tokens // seqlen, seqlen, seqlen, heads := options.width // head_dim, heads // options.group,
-             head_dim, head_dim, causal=causal)
-        for head_dim in options.head_dims for causal in masks for seqlen in options.seqlens
-    ]  # fmt: skip
 
 
 def pace(seconds_left, cells_left, callables, rounds):
@@ -79,193 +81,201 @@ def pace(seconds_left, cells_left, callables, rounds):
     return min(LONGEST_ROUND, max(SHORTEST_ROUND, share))
 
 
-def ours_kernel(q, k, v, causal):
-    """The launch alone, into an output allocated once: validation, planning and the lookup happened before."""
-    recipe = launch.prepare(Problem.from_tensors(q, k, v, causal=causal), q, k, v)
-    out = torch.empty_like(recipe.out)
-    return Launch(lambda: launch.execute(recipe, q, k, v, out)[0])
-
-
-def ours_public(q, k, v, causal):
-    return Launch(lambda: flash_attn_func(q, k, v, causal=causal))
-
-
-class Inputs:
-    """Random q, k, v of any case, as views of three buffers drawn once: drawing takes longer than timing."""
-
-    def __init__(self, cases):
-        generator = torch.Generator("cuda").manual_seed(0)
-        sizes = [max(self.sizes(case)[i] for case in cases) for i in range(3)]
-        self.buffers = [torch.randn(size, device="cuda", generator=generator).bfloat16() for size in sizes]
-
-    @staticmethod
-    def sizes(case):
-        queries, keys = case.batch * case.seqlen_q * case.heads, case.batch * case.seqlen_k * case.heads_k
-        return queries * case.head_dim, keys * case.head_dim, keys * case.head_dim_v
-
-    def views(self, case):
-        shapes = (
-            (case.batch, case.seqlen_q, case.heads, case.head_dim),
-            (case.batch, case.seqlen_k, case.heads_k, case.head_dim),
-            (case.batch, case.seqlen_k, case.heads_k, case.head_dim_v),
-        )
-        sized = zip(self.buffers, self.sizes(case), shapes, strict=True)
-        return tuple(buffer[:size].view(shape) for buffer, size, shape in sized)
-
-
-def ceilings():
-    """Launches of the matrix product and the copy."""
-    size = cost.MATMUL_SIZE
-    left, right = (torch.randn(size, size, device="cuda").bfloat16() for _ in range(2))
-    product = torch.empty(size, size, device="cuda", dtype=torch.bfloat16)
-    source, target = (torch.empty(cost.COPY_BYTES, device="cuda", dtype=torch.uint8) for _ in range(2))
-    return {
-        "matmul": Launch(lambda: torch.matmul(left, right, out=product)),
-        "copy": Launch(lambda: target.copy_(source)),
-    }
-
-
-def available(names):
-    """The peers that can run here, saying why the others cannot."""
-    chosen = []
-    for name in names:
-        why = PEERS[name].missing()
-        if why is None:
-            chosen.append(PEERS[name])
-        else:
-            say(f"without {name}: {why}")
-    return chosen
-
-
 class Bench:
     """One run: what is compared, the clock samples, and the rows measured so far."""
 
-    def __init__(self, options, peers, clocks):
-        self.options, self.peers, self.clocks = options, peers, clocks
+    def __init__(self, options, peers, clocks, progress):
+        self.options, self.clocks, self.progress = options, clocks, progress
+        self.suite, self.entrants = SUITES[options.suite], [OURS, *peers]
         self.started = time.monotonic()
         self.rows, self.disagreements = [], []
-        self.refusals = set()  # (peer, why): said once
-        self.matmul = None
+        self.refusals = {}  # (entrant, why) -> None: said once, in order
+        self.ceiling = None
 
     def left(self):
         return self.options.budget - (time.monotonic() - self.started)
 
     def ceilings(self):
-        """Time both ceilings; the matrix product then also takes part in every cell."""
+        """Time both ceilings; that of the suite then also takes part in every cell."""
         launches = ceilings()
         times = interleaved(launches, EventClock(), rounds=self.options.rounds)
-        self.matmul = launches["matmul"]
+        self.ceiling = launches[self.suite.ceiling]
         return {
             "matmul_tflops": round(cost.matmul_flops() / times["matmul"].median * 1e-12, 1),
             "copy_tb_per_s": round(cost.copy_traffic() / times["copy"].median * 1e-12, 3),
         }
 
+    def made(self, entrant, tensors, make, what=""):
+        """``make(entrant, tensors)``, kind -> Launch, each called once; {} where the entrant does not take these
+        inputs, which is said with its reason (and of ``what``).
+
+        From ours only "not built yet" is a reason: all else is a fault and is raised.
+        """
+        found = {}
+
+        def attempt():
+            found.update(make(entrant, tensors))
+            for one in found.values():
+                with one.context():
+                    one.call()
+
+        errors = NotImplementedError if entrant is OURS else REFUSALS
+        why = entrant.refuses(*tensors) or refusal(Launch(attempt), errors)
+        name = entrant.name + what
+        if why and (name, why) not in self.refusals:
+            self.refusals[name, why] = None
+            self.progress.note(f"  where it does not run, without {name}: {why}")
+        return {} if why else found
+
     def cell(self, case, inputs, cells_left):
-        """Measure one case in every kind of row; returns what to say about it."""
+        """Measure one case in every kind of row."""
         tensors = (*inputs.views(case), case.causal)
-        peers = [peer for peer in self.peers if self.takes(peer, tensors)]
-        kernels = {"ours": ours_kernel(*tensors)} | {peer.name: peer.kernel(*tensors) for peer in peers}
-        self.compare(case, kernels)
-        public = {"ours": ours_public(*tensors)}
-        public |= {peer.name: peer.public(*tensors) for peer in peers if peer.public is not peer.kernel}
-        groups = {"kernel": kernels, "public": public}
-        if self.options.graph and case.seqlen_q in GRAPH_SEQLENS:
-            groups["graph"] = {name: graph(one) for name, one in kernels.items()}
-        # All kinds share the rounds too: (kind, name) -> Launch
-        launches = {(kind, name): one for kind, group in groups.items() for name, one in group.items()}
-        launches |= {(kind, "matmul"): self.matmul for kind in groups if kind != "public"}
+        launches = {}  # all kinds share the rounds: (kind, name) -> Launch
+        for entrant in self.entrants:
+            found = self.made(entrant, tensors, self.suite.kinds)
+            if found and self.replays(case):
+                found |= self.made(entrant, tensors, lambda *asked: {"graph": self.suite.replay(*asked)}, ", graph")
+            launches |= {(kind, entrant.name): one for kind, one in found.items()}
+        if not launches:
+            return
+        kinds = list(dict.fromkeys(kind for kind, _ in launches))
+        launches = {key: launches[key] for kind in kinds for key in launches if key[0] == kind}
+        self.compare(case, {name: one for (kind, name), one in launches.items() if kind == kinds[0]})
+        launches |= {(kind, self.suite.ceiling): self.ceiling for kind in kinds if kind != "public"}
         seconds = pace(self.left(), cells_left, len(launches), self.options.rounds)
         start = time.monotonic()
         times = interleaved(launches, EventClock(), rounds=self.options.rounds, seconds_per_round=seconds)
         self.record(case, times, self.clocks.since(start))
 
-    def takes(self, peer, tensors):
-        why = peer.refuses(*tensors) or refusal(peer.kernel(*tensors))
-        if why and (peer.name, why) not in self.refusals:
-            self.refusals.add((peer.name, why))
-            say(f"  where it does not run, without {peer.name}: {why}")
-        return not why
+    def replays(self, case):
+        lengths = self.suite.replayed
+        return self.options.graph and (lengths is None or case.seqlen_k in lengths)
 
-    def compare(self, case, kernels):
+    def compare(self, case, launches):
         """Remember a case whose outputs differ: a fast wrong kernel must not look like a result."""
-        others = [name for name in kernels if name != "ours"]
-        if not others:
+        others = [name for name in launches if name != "ours"]
+        if "ours" not in launches or not others:
             return
-        ours, theirs = kernels["ours"].call().float(), kernels[others[0]].call().float()
-        apart = (ours - theirs).abs().max().item() / theirs.abs().max().item()
-        if not apart <= AGREEMENT:  # NaN included
-            self.disagreements.append(f"{case.name}: ours differs from {others[0]} by {apart:.3g} of its largest value")
+        found = apart(launches["ours"], launches[others[0]])
+        if not found <= AGREEMENT:  # NaN included
+            self.disagreements.append(f"{case.name}: ours differs from {others[0]} by {found:.3g} of its largest value")
 
     def record(self, case, times, clock):
+        shape = (case.head_dim, case.seqlen_k, case.causal, case.batch, case.heads, case.heads_k)
         for (kind, name), timing in times.items():
             seconds = timing.median
-            if kind == "host":
-                rate = None
-            elif name == "matmul":
-                rate = cost.matmul_flops() / seconds * 1e-12
-            else:
-                rate = cost.teraflops(case, seconds)
-            shape = (case.head_dim, case.seqlen_q, case.causal, case.batch, case.heads, case.heads_k)
-            self.rows.append(tables.Row(kind, *shape, name, seconds * 1e6, timing.spread, rate, *clock))
+            rates = ceiling_rates(name, seconds) if name == self.suite.ceiling else self.suite.rates(case, seconds)
+            flops, bandwidth = (None, None) if kind == "host" else rates
+            self.rows.append(
+                tables.Row(kind, *shape, name, seconds * 1e6, timing.spread, flops, *clock, tb_per_s=bandwidth)
+            )
 
     def host(self, inputs):
-        """Host time of warm public calls on a small problem."""
-        tensors = (*inputs.views(HOST_CASE), HOST_CASE.causal)
-        launches = {("host", "ours"): ours_public(*tensors)}
-        launches |= {("host", peer.name): peer.public(*tensors) for peer in self.peers if self.takes(peer, tensors)}
+        """Host time of warm calls on a small problem."""
+        case = self.suite.host_case
+        tensors = (*inputs.views(case), case.causal)
+        launches = {}
+        for entrant in self.entrants:
+            found = self.made(entrant, tensors, lambda *asked: {"host": self.suite.host(*asked)}, ", host")
+            launches |= {(kind, entrant.name): one for kind, one in found.items()}
         clock = HostClock(torch.cuda.synchronize)
         times = interleaved(launches, clock, rounds=self.options.rounds, seconds_per_round=HOST_SECONDS, warm_up=20)
-        self.record(HOST_CASE, times, (None, None))
+        self.record(case, times, (None, None))
+
+    def measured(self, case):
+        """A case's rows of the suite's first kind, in words."""
+        shape = (case.head_dim, case.seqlen_k, case.causal, case.batch)
+        found = [cell for key, cell in tables.cells(self.rows).items() if key.kind != "host" and key[1:] == shape]
+        return f"{label(case)}: {tables.summary(found[0]) if found else 'nothing runs here'}"
 
 
-def progress(bench, case, number, total):
-    cell = tables.cells(bench.rows)[("kernel", case.head_dim, case.seqlen_q, case.causal)]
-    ratios = ((name, tables.speed_ratio(cell, name)) for name in tables.RATIOS)
-    shares = ", ".join(f"{share:.2f} x {name}" for name, share in ratios if share is not None)
-    mask = "causal" if case.causal else "dense"
-    spent = time.monotonic() - bench.started
-    say(
-        f"[{number}/{total}] D {case.head_dim} length {case.seqlen_q} {mask}: "
-        f"ours {cell['ours'].teraflops:.0f} TFLOP/s, {shares} ({spent:.0f} s)"
-    )
+def label(case):
+    if case.seqlen_q == 1:
+        return f"D {case.head_dim} batch {case.batch} length {case.seqlen_k}"
+    return f"D {case.head_dim} length {case.seqlen_k} {'causal' if case.causal else 'dense'}"
 
 
 def measure(bench, cases):
     """All cells, then the host rows; returns the ceilings."""
-    say("measuring the ceilings: an 8192 x 8192 bf16 matrix product and a device-to-device copy")
+    progress = bench.progress
+    progress.note("measuring the ceilings: an 8192 x 8192 bf16 matrix product and a device-to-device copy")
     found = bench.ceilings()
-    say(f"  {found['matmul_tflops']} TFLOP/s, {found['copy_tb_per_s']} TB/s")
-    inputs = Inputs([*cases, HOST_CASE])
+    progress.note(f"  {found['matmul_tflops']} TFLOP/s, {found['copy_tb_per_s']} TB/s")
+    inputs = Inputs([*cases, bench.suite.host_case])
     if bench.options.host:
         bench.host(inputs)
     for number, case in enumerate(cases, 1):
-        if bench.left() < 0:
-            say(f"budget of {bench.options.budget:.0f} s is spent: {len(cases) - number + 1} cells are left out")
+        left = len(cases) - number + 1
+        if number > 1 and bench.left() < 0:
+            progress.note(f"budget of {bench.options.budget:.0f} s is spent: {left} cells are left out")
             break
-        bench.cell(case, inputs, len(cases) - number + 1)
-        progress(bench, case, number, len(cases))
+        progress.begin(label(case))
+        bench.cell(case, inputs, left)
+        progress.end(bench.measured(case))
+    progress.close()
     return found
+
+
+def available(names):
+    """The peers that can run here, and (name, why) of the others, which is also said."""
+    chosen, absent = [], {}
+    for name in names:
+        why = PEERS[name].missing()
+        if why is None:
+            chosen.append(PEERS[name])
+        else:
+            absent[name, why] = None
+            say(f"without {name}: {why}")
+    return chosen, absent
+
+
+def facts_of(options, found, left_out):
+    """All that must stand beside the figures."""
+    facts = environment.describe(peer_versions(), options.commit) | found
+    facts |= {"suite": options.suite, "rounds": options.rounds}
+    if options.suite != "decode":
+        facts |= {"tokens": options.tokens, "width": options.width, "group": options.group}
+    return facts | {"left out": "; ".join(f"{name}: {why}" for name, why in left_out) or "nothing"}
+
+
+def redraw(options):
+    """Table and picture of a result file, again."""
+    try:
+        facts, rows = tables.read(options.source)
+    except (OSError, ValueError) as error:
+        say(f"bench cannot read {options.source}: {error}")
+        return 2
+    folder = options.out or options.source.parent
+    folder.mkdir(parents=True, exist_ok=True)
+    print(tables.markdown(rows))
+    say(f"wrote {tables.write_text(folder / f'{options.source.stem}.md', facts, tables.markdown(rows))}")
+    plots.draw(folder / f"{options.source.stem}.png", plots.rates, rows, facts)
+    return 0
 
 
 def main(words=None):
     options = parser().parse_args(words)
-    unknown = set(options.peers.split(",")) - set(PEERS) - {""}
-    if unknown:
-        say(f"bench knows the peers {', '.join(PEERS)}, got {', '.join(sorted(unknown))}")
+    if options.source:
+        return redraw(options)
+    complaint = wrong(options)
+    missing = None if complaint else hopper_missing()
+    if complaint or missing:
+        say(complaint or f"bench needs an sm_90 GPU (H100, H200): {missing}")
         return 2
-    missing = hopper_missing()
-    if missing:
-        say(f"bench needs an sm_90 GPU (H100, H200): {missing}")
-        return 2
-    peers = available([name for name in options.peers.split(",") if name])
+    peers, absent = available([name for name in options.peers.split(",") if name])
+    cases = SUITES[options.suite].cases(options)
     with torch.no_grad(), environment.Clocks() as clocks:
-        bench = Bench(options, peers, clocks)
-        found = measure(bench, grid(options))
-    facts = environment.describe(peer_versions(), options.commit) | found
-    facts |= {"rounds": options.rounds, "tokens": options.tokens, "width": options.width, "group": options.group}
+        bench = Bench(options, peers, clocks, Progress(len(cases)))
+        found = measure(bench, cases)
+    if not any(row.kind != "host" for row in bench.rows):
+        say("bench: neither ours nor a peer runs any of these cases")
+        return 1
+    facts = facts_of(options, found, [*absent, *bench.refusals])
     print(tables.markdown(bench.rows))
-    for path in tables.write(options.out, environment.stem("forward", facts), facts, bench.rows):
+    folder, stem = options.out or RESULTS, environment.stem(options.suite, facts)
+    for path in tables.write(folder, stem, facts, bench.rows):
         say(f"wrote {path}")
+    plots.draw(folder / f"{stem}.png", plots.rates, bench.rows, facts)
     for line in bench.disagreements:
         say(f"WRONG: {line}")
     return 1 if bench.disagreements else 0

@@ -2,6 +2,9 @@
 
 MATMUL_SIZE = 8192  # the square bf16 matrix product whose speed is the practical ceiling
 COPY_BYTES = 2 * 2**30  # read and written by the bandwidth measurement: many times the L2 cache
+BACKWARD = 2.5  # FLOPs of a backward over those of its forward: five matrix products instead of two
+ELEMENT_BYTES = 2  # bf16 and fp16
+L2_BYTES = 50e6  # of an H100 or H200: what fits is not read from memory again at the next launch
 
 
 def matmul_flops(size=MATMUL_SIZE):
@@ -17,3 +20,18 @@ def copy_traffic(size=COPY_BYTES):
 def teraflops(case, seconds):
     """TFLOP/s of a forward pass by the usual count: a causal one is credited with half of the dense matrix work."""
     return case.flops_convention / seconds * 1e-12
+
+
+def backward_teraflops(case, seconds):
+    """TFLOP/s of a backward pass by the usual count."""
+    return BACKWARD * teraflops(case, seconds)
+
+
+def key_value_bytes(case):
+    """Bytes of K and V: what a decoding step must read."""
+    return case.batch * case.seqlen_k * case.heads_k * (case.head_dim + case.head_dim_v) * ELEMENT_BYTES
+
+
+def floor_bytes(case):
+    """The least traffic of a forward with memory, in bytes: q, k, v read once, out and LSE written once."""
+    return case.bytes

@@ -1,4 +1,5 @@
-"""What we compare with: PyTorch's attention backends and FlashAttention-4, each as a launch on the same q, k, v.
+"""What we compare with: PyTorch's attention backends, attention written out in PyTorch, FlashAttention-4 and xFormers,
+each as a launch on the same q, k, v.
 
 Inputs are ours: (batch, seqlen, heads, head_dim). A peer is chosen from PEERS by name; ``missing()`` says why it cannot
 run here.
@@ -6,6 +7,7 @@ run here.
 
 import functools
 import importlib.metadata
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -15,6 +17,9 @@ from timing import Launch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 MATH_BYTES = 4 * 2**30  # the math backend keeps every score: only where those fit easily
+# Of the 16-bit scores; the softmax beside them needs as much again, a backward four times. 16 GiB: 32 heads at 16384.
+STANDARD_GIB = 16
+REFUSALS = (RuntimeError, AssertionError, ValueError, TypeError)
 
 
 class Peer(NamedTuple):
@@ -54,12 +59,41 @@ def small(q, k, v, causal):
     return square(q, k, v, causal)
 
 
-def refusal(launch):
-    """Why a backend does not take these inputs (it says so when called), or None."""
+def standard(q, k, v, causal):
+    """Attention as it is defined, in four unfused steps of PyTorch: scores, mask, softmax, product with V; all in the
+    inputs' dtype. Grouped query heads become further rows of their K/V head, so K and V are not repeated.
+    """
+    (_, seqlen_q, heads, head_dim), (_, seqlen_k, heads_k, _) = q.shape, k.shape
+    grouped = (heads // heads_k, seqlen_q)
+    hidden = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=q.device).triu(seqlen_k - seqlen_q + 1)
+
+    def call():
+        rows = (q * head_dim**-0.5).unflatten(2, (heads_k, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+        scores = rows @ k.permute(0, 2, 3, 1)
+        if causal:
+            scores.unflatten(2, grouped).masked_fill_(hidden, -math.inf)
+        out = torch.softmax(scores, -1) @ v.transpose(1, 2)
+        return out.unflatten(2, grouped).permute(0, 3, 1, 2, 4).flatten(2, 3)
+
+    return Launch(call)
+
+
+def too_large(q, k, v, causal):
+    """Why attention in unfused steps is left out, or None."""
+    size = q.shape[0] * q.shape[2] * q.shape[1] * k.shape[1] * q.element_size() / 2**30
+    if size > STANDARD_GIB:
+        return f"a score matrix of more than {STANDARD_GIB} GiB"
+    if causal and q.shape[1] > k.shape[1]:
+        return "its softmax gives NaN for queries that see no key"
+    return None
+
+
+def refusal(launch, errors=REFUSALS):
+    """Why a backend does not take these inputs (it says so when called, by one of ``errors``), or None."""
     try:
         with launch.context():
             launch.call()
-    except (RuntimeError, AssertionError, ValueError, TypeError) as error:
+    except errors as error:
         return (str(error).strip() or type(error).__name__).splitlines()[0]
     return None
 
@@ -89,8 +123,38 @@ def fa4_public(q, k, v, causal):
     return Launch(lambda: first(function(q, k, v, causal=causal)))
 
 
+def xformers_missing():
+    try:
+        import xformers.ops  # noqa: F401  (is it there, and does it load?)
+    except ImportError as error:
+        return f"xformers cannot be imported: {error}"
+    return None
+
+
+def xformers_attention(q, k, v, causal):
+    """xformers.ops.memory_efficient_attention with its own choice of kernel.
+
+    Heads are (K/V head, query head of the group) where they are grouped: K and V are then expanded views.
+    """
+    from xformers import ops
+
+    bias = ops.fmha.attn_bias.LowerTriangularFromBottomRightMask() if causal else None
+    heads, heads_k = q.shape[2], k.shape[2]
+    if heads != heads_k:
+        group = heads // heads_k
+        q = q.unflatten(2, (heads_k, group))
+        k, v = (tensor.unsqueeze(3).expand(-1, -1, -1, group, -1) for tensor in (k, v))
+    call = functools.partial(ops.memory_efficient_attention, q, k, v, attn_bias=bias)
+    return Launch(call if heads == heads_k else lambda: call().flatten(2, 3))
+
+
 def first(result):
     return result[0] if isinstance(result, tuple) else result
+
+
+def never(q, k, v, causal):
+    """No inputs are known beforehand to be refused."""
+    return None
 
 
 def torch_peer(name, backend, refuses=square):
@@ -101,11 +165,13 @@ def torch_peer(name, backend, refuses=square):
 PEERS = {
     peer.name: peer
     for peer in (
-        Peer("fa4", fa4_missing, lambda q, k, v, causal: None, fa4_kernel, fa4_public),
+        Peer("fa4", fa4_missing, never, fa4_kernel, fa4_public),
         torch_peer("cudnn", SDPBackend.CUDNN_ATTENTION),
         torch_peer("flash", SDPBackend.FLASH_ATTENTION),
         torch_peer("efficient", SDPBackend.EFFICIENT_ATTENTION),
         torch_peer("math", SDPBackend.MATH, small),
+        Peer("xformers", xformers_missing, never, xformers_attention, xformers_attention),
+        Peer("standard", lambda: None, too_large, standard, standard),
     )
 }
 
@@ -113,7 +179,7 @@ PEERS = {
 def versions():
     """Versions of the packages that the peers come from; None where one is not installed."""
     found = {"cudnn": torch.backends.cudnn.version()}
-    for package in ("flash-attn-4", "quack-kernels"):
+    for package in ("flash-attn-4", "quack-kernels", "xformers"):
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:

@@ -1,18 +1,20 @@
-"""Writes benchmark rows as a table for people, CSV for spreadsheets and JSON for programs."""
+"""Writes benchmark rows as a table for people, CSV for spreadsheets and JSON for programs; reads the JSON again."""
 
 import csv
 import json
 from typing import NamedTuple
 
-RATIOS = ("fa4", "cudnn", "matmul")  # ours against these, where they were measured
+import cost
+
+RATIOS = ("fa4", "cudnn", "matmul", "copy")  # ours against these, where they were measured
 
 
 class Row(NamedTuple):
     """One measured callable in one cell of the table."""
 
-    kind: str  # kernel | public: events over many launches; graph: replayed launches; host: time spent in the call
+    kind: str  # kernel | public | autograd: events over many launches; graph: replayed ones; host: time in the call
     head_dim: int
-    seqlen: int
+    seqlen: int  # of the keys
     causal: bool
     batch: int
     heads: int
@@ -20,73 +22,151 @@ class Row(NamedTuple):
     name: str
     microseconds: float  # median of the rounds
     spread: float  # (slowest - fastest) / median
-    teraflops: float | None  # None for kind host
+    teraflops: float | None  # None for kind host, and where bytes are what counts
     sm_clock: float | None  # MHz, median while the cell was measured
     power: float | None  # W, likewise
+    tb_per_s: float | None = None  # decoding: K and V over the time; the copy: what it read and wrote
+
+    @property
+    def rate(self):
+        return self.tb_per_s if self.teraflops is None else self.teraflops
+
+
+class Cell(NamedTuple):
+    kind: str
+    head_dim: int
+    seqlen: int
+    causal: bool
+    batch: int
 
 
 def cells(rows):
-    """The rows of each (kind, head_dim, seqlen, causal), as name -> Row, in the order of measurement."""
+    """The rows of each Cell, as name -> Row, in the order of measurement."""
     found = {}
     for row in rows:
-        found.setdefault((row.kind, row.head_dim, row.seqlen, row.causal), {})[row.name] = row
+        found.setdefault(Cell(row.kind, row.head_dim, row.seqlen, row.causal, row.batch), {})[row.name] = row
     return found
 
 
 def speed_ratio(cell, name):
-    """How many times faster ours is than ``name`` (rates for the matrix product, times otherwise), or None."""
+    """How many times faster ours is than ``name`` (rates for the ceilings, times otherwise), or None."""
     if "ours" not in cell or name not in cell:
         return None
     ours, other = cell["ours"], cell[name]
-    if ours.teraflops is None:
+    if ours.rate is None:
         return other.microseconds / ours.microseconds
-    return ours.teraflops / other.teraflops
+    return ours.rate / other.rate
+
+
+def summary(cell):
+    """One cell in a few words: ours and its ratios, or all that was measured where ours does not run."""
+    if "ours" not in cell:
+        return ", ".join(f"{name} {_figure(row)}" for name, row in cell.items()) + f" {_unit(cell.values())}"
+    ratios = ((name, speed_ratio(cell, name)) for name in RATIOS)
+    shares = [f"{share:.2f} x {name}" for name, share in ratios if share is not None]
+    return ", ".join([f"ours {_figure(cell['ours'])} {_unit(cell.values())}", *shares])
 
 
 def markdown(rows):
-    """One table per kind: TFLOP/s (microseconds for host) of each callable, then the ratios and the clock."""
+    """One table per kind: rate or time of each callable, then the ratios, the spread and the clock."""
     text = []
     for kind in dict.fromkeys(row.kind for row in rows):
-        mine = {key: cell for key, cell in cells(rows).items() if key[0] == kind}
+        mine = {key: cell for key, cell in cells(rows).items() if key.kind == kind}
         names = list(dict.fromkeys(name for cell in mine.values() for name in cell))
-        ratios = [name for name in RATIOS if name in names]
-        unit = "µs" if kind == "host" else "TFLOP/s"
-        head = ["D", "length", "mask", *names, *(f"ours / {name}" for name in ratios), "spread of ours", "SM MHz", "W"]
+        ratios = [name for name in RATIOS if name in names and "ours" in names]
+        shape = _shape_columns(mine)
+        spread = "spread of ours" if "ours" in names else "largest spread"
+        head = [*shape, *names, *(f"ours / {name}" for name in ratios), spread, "SM MHz", "W"]
+        unit = _unit(row for cell in mine.values() for row in cell.values())
         text += [f"### {kind}, {unit}", "", _line(head), _line(["---"] * len(head))]
-        text += [_line(_cells(key, cell, names, ratios)) for key, cell in mine.items()]
-        text.append("")
+        text += [_line(_cells(key, cell, names, ratios, shape)) for key, cell in mine.items()]
+        text += ["", *_cached(mine)]
     return "\n".join(text)
 
 
-def _cells(key, cell, names, ratios):
-    _, head_dim, seqlen, causal = key
+def _shape_columns(mine):
+    """What tells the cells apart: batches do where a length comes in several."""
+    batches = len({key.batch for key in mine}) > 1 and len({key._replace(batch=0) for key in mine}) < len(mine)
+    return ["D", "batch", "length", "mask"] if batches else ["D", "length", "mask"]
+
+
+def _cells(key, cell, names, ratios, shape):
     some = next(iter(cell.values()))
+    known = {
+        "D": key.head_dim,
+        "batch": key.batch,
+        "length": key.seqlen,
+        "mask": "causal" if key.causal else "dense",
+    }
     values = [cell.get(name) for name in names]
     figures = ["" if row is None else _figure(row) for row in values]
     shares = ["" if share is None else f"{share:.2f}" for share in (speed_ratio(cell, name) for name in ratios)]
-    spread = f"{cell['ours'].spread:.1%}" if "ours" in cell else ""
+    if "ours" in cell:
+        spread = f"{cell['ours'].spread:.1%}"
+    else:
+        spread = "" if ratios else f"{max(row.spread for row in cell.values()):.1%}"
     clock, power = ("" if value is None else f"{value:.0f}" for value in (some.sm_clock, some.power))
-    return [head_dim, seqlen, "causal" if causal else "dense", *figures, *shares, spread, clock, power]
+    return [*(known[column] for column in shape), *figures, *shares, spread, clock, power]
 
 
 def _figure(row):
-    return f"{row.microseconds:.1f}" if row.teraflops is None else f"{row.teraflops:.0f}"
+    if row.teraflops is not None:
+        return f"{row.teraflops:.0f}"
+    return f"{row.microseconds:.1f}" + ("" if row.tb_per_s is None else f" ({row.tb_per_s:.2f})")
+
+
+def _unit(rows):
+    rows = list(rows)
+    if any(row.tb_per_s is not None for row in rows):
+        return "µs (TB/s)"
+    return "TFLOP/s" if any(row.teraflops is not None for row in rows) else "µs"
+
+
+def _cached(mine):
+    """A line where K and V are so small that the TB/s are not those of the memory."""
+    small = []
+    for key, cell in mine.items():
+        sizes = [row.tb_per_s * row.microseconds for row in cell.values() if row.tb_per_s and row.name != "copy"]
+        if sizes and sizes[0] * 1e6 < cost.L2_BYTES:
+            small.append(f"batch {key.batch}, length {key.seqlen} ({sizes[0]:.0f} MB)")
+    if not small:
+        return []
+    return [
+        f"K and V of {'; '.join(small)} fit the L2 cache ({cost.L2_BYTES / 1e6:.0f} MB): repeated launches need not "
+        "read them from memory.",
+        "",
+    ]
 
 
 def _line(values):
     return f"| {' | '.join(str(value) for value in values)} |"
 
 
-def write(folder, stem, environment, rows):
-    """Write ``stem``.md, .csv and .json into ``folder``; returns their paths."""
+def write_text(path, facts, body):
+    """The page for people: GPU and date, all facts, then ``body``."""
+    lines = "\n".join(f"- {key}: {value}" for key, value in facts.items())
+    path.write_text(f"# {facts['gpu']}, {facts['date']}\n\n{lines}\n\n{body}")
+    return path
+
+
+def write(folder, stem, facts, rows, body=None):
+    """Write ``stem``.md (``body``, or the tables of Rows), .csv and .json into ``folder``; returns their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"{stem}.{ending}" for ending in ("md", "csv", "json")]
-    facts = "\n".join(f"- {key}: {value}" for key, value in environment.items())
-    paths[0].write_text(f"# {environment['gpu']}, {environment['date']}\n\n{facts}\n\n{markdown(rows)}")
+    write_text(paths[0], facts, markdown(rows) if body is None else body)
     with paths[1].open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(Row._fields)
+        writer.writerow((type(rows[0]) if rows else Row)._fields)
         writer.writerows(rows)
-    document = {"environment": environment, "rows": [row._asdict() for row in rows]}
+    document = {"environment": facts, "rows": [row._asdict() for row in rows]}
     paths[2].write_text(json.dumps(document, indent=1) + "\n")
     return paths
+
+
+def read(path, row=Row):
+    """``(facts, rows)`` of a JSON file that ``write`` wrote. ValueError where it holds something else."""
+    try:
+        document = json.loads(path.read_text())
+        return document["environment"], [row(**line) for line in document["rows"]]
+    except (KeyError, TypeError, json.JSONDecodeError) as error:
+        raise ValueError(f"a result file must hold rows of {', '.join(row._fields)}, got {path} ({error})") from error

@@ -104,15 +104,23 @@ def launches_for(seconds_per_call, seconds_per_round):
     return min(MAX_LAUNCHES, max(MIN_LAUNCHES, round(seconds_per_round / seconds_per_call)))
 
 
-def graph(launch, repeats=GRAPH_LAUNCHES):
-    """``repeats`` launches captured as one CUDA graph: replaying is one host call, which hides no kernel time."""
+def graph(launch, repeats=GRAPH_LAUNCHES, stream=None):
+    """``repeats`` launches captured as one CUDA graph: replaying is one host call, which hides no kernel time.
+
+    They are captured on ``stream``, one that torch makes where it is None.
+    """
     import torch
 
     with launch.context():
         launch.call()  # compiles and loads what capture must not
         torch.cuda.synchronize()
         captured = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(captured):
+        with torch.cuda.graph(captured, stream=stream):
             for _ in range(repeats):
                 launch.call()
-    return Launch(captured.replay, repeats=repeats * launch.repeats)
+
+    def replay(kept=launch):
+        """``kept`` is held, not called: the tensors that it holds are what the graph reads and writes."""
+        captured.replay()
+
+    return Launch(replay, repeats=repeats * launch.repeats)

@@ -1,5 +1,6 @@
-"""The benchmark's grid, its pace, and its answer where there is no Hopper GPU."""
+"""The benchmark's suites, its pace, what it leaves out and why, and its answer where there is no Hopper GPU."""
 
+import io
 import subprocess
 import sys
 from pathlib import Path
@@ -13,10 +14,24 @@ import bench  # noqa: E402  (found by the line above)
 import cost  # noqa: E402
 import environment  # noqa: E402
 import peers  # noqa: E402
+import suites  # noqa: E402
+from progress import Progress  # noqa: E402
+from timing import Launch  # noqa: E402
+
+
+def cases_of(*words):
+    options = bench.parser().parse_args(words)
+    return suites.SUITES[options.suite].cases(options)
+
+
+def run_of(*words, peers=()):
+    """A Bench without a GPU; what it says is in ``progress.stream``."""
+    options = bench.parser().parse_args(words)
+    return bench.Bench(options, peers, environment.Clocks(), Progress(1, io.StringIO()))
 
 
 def test_grid_keeps_tokens_and_width():
-    cases = bench.grid(bench.parser().parse_args([]))
+    cases = cases_of()
     assert len(cases) == len({case.name for case in cases}) == 3 * 6 * 2
     assert {case.batch * case.seqlen_q for case in cases} == {16384}
     assert {case.heads * case.head_dim for case in cases} == {2048}
@@ -24,7 +39,8 @@ def test_grid_keeps_tokens_and_width():
 
 def test_grid_takes_its_options():
     words = ["--head-dims", "64", "--seqlens", "512,1024", "--causal", "yes", "--group", "8"]
-    cases = bench.grid(bench.parser().parse_args(words))
+    cases = cases_of(*words)
+    assert cases == cases_of("--suite", "backward", *words)
     assert [(case.seqlen_k, case.heads, case.heads_k, case.causal) for case in cases] == [
         (512, 32, 4, True),
         (1024, 32, 4, True),
@@ -38,24 +54,53 @@ def test_pace_slows_to_the_budget_and_never_below_the_shortest_round():
 
 
 def test_teraflops_count_half_of_a_causal_square():
-    (dense, causal) = bench.grid(bench.parser().parse_args(["--head-dims", "128", "--seqlens", "8192"]))
+    (dense, causal) = cases_of("--head-dims", "128", "--seqlens", "8192")
     assert cost.teraflops(dense, 1e-3) == pytest.approx(4 * 2 * 16 * 8192**2 * 128 * 1e-9)
     assert cost.teraflops(causal, 1e-3) == pytest.approx(cost.teraflops(dense, 1e-3) / 2)
+    assert cost.backward_teraflops(causal, 1e-3) == pytest.approx(2.5 * cost.teraflops(causal, 1e-3))
     assert cost.matmul_flops() == 2 * 8192**3
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_torch_peer_computes_attention_on_our_layout(causal):
+def test_decoding_counts_the_bytes_of_k_and_v():
+    cases = cases_of("--suite", "decode")
+    assert {(case.seqlen_q, case.heads, case.heads_k, case.head_dim) for case in cases} == {(1, 32, 8, 128)}
+    assert [cost.key_value_bytes(case) / 2**20 for case in cases] == [32, 512, 1024, 1024]
+    assert suites.SUITES["decode"].rates(cases[1], 1e-3) == (None, pytest.approx(0.512 * 2**20 * 1e-6, rel=0.01))
+    queries_and_lse = 32 * 128 * 2 * 2 + 32 * 4  # q and out in bf16, LSE in float32
+    assert cost.floor_bytes(cases[0]) == cost.key_value_bytes(cases[0]) + queries_and_lse
+
+
+@pytest.mark.parametrize(
+    ("name", "seqlen_q", "causal"),
+    [("math", 33, False), ("math", 33, True), ("standard", 33, False), ("standard", 7, True), ("standard", 33, True)],
+)
+def test_torch_peer_computes_attention_on_our_layout(name, seqlen_q, causal):
     from hopper_fa3.reference import standard
 
     generator = torch.Generator().manual_seed(0)
-    q = torch.randn(2, 33, 6, 16, generator=generator)
-    k, v = (torch.randn(2, 33, 2, 16, generator=generator) for _ in range(2))
-    launch = peers.PEERS["math"].kernel(q, k, v, causal)
+    q = torch.randn(2, seqlen_q, 6, 16, generator=generator)
+    k, v = (torch.randn(2, 33, 2, size, generator=generator) for size in (16, 24))
+    launch = peers.PEERS[name].kernel(q, k, v, causal)
     with launch.context():
         out = launch.call()
     expected, _ = standard(q, k, v, right=0 if causal else None, compute_dtype=torch.float32)
     torch.testing.assert_close(out, expected)
+
+
+def test_unfused_attention_says_what_it_cannot_do():
+    q = torch.empty(1, 1, 1, 8, dtype=torch.bfloat16)
+    longest, longer = q.expand(1, 2**14, 32, 8), q.expand(1, 2**14, 33, 8)
+    refuses = peers.PEERS["standard"].refuses
+    assert refuses(longest, longest, longest, True) is None
+    assert refuses(longer, longer, longer, True) == "a score matrix of more than 16 GiB"
+    assert refuses(longest, q, q, False) is None
+    assert "see no key" in refuses(longest, q, q, True)
+
+
+def test_absent_peers_name_their_package():
+    for name, package in (("fa4", "flash-attn-4"), ("xformers", "xformers")):
+        why = peers.PEERS[name].missing()
+        assert why is None or why.startswith(f"{package} cannot be imported")
 
 
 def test_torch_peers_refuse_a_mask_that_torch_aligns_otherwise():
@@ -71,15 +116,94 @@ def test_math_backend_is_left_out_where_its_scores_are_too_large():
 
 
 def test_disagreement_is_remembered():
-    case = bench.grid(bench.parser().parse_args([]))[0]
-    run = bench.Bench(None, [], None)
-    ones = torch.ones(2, 3)
-    run.compare(case, {"ours": bench.Launch(lambda: ones * 1.01), "fa4": bench.Launch(lambda: ones)})
+    case, run, ones = cases_of()[0], run_of(), torch.ones(2, 3)
+    peer = Launch(lambda: (ones, 2 * ones))
+    run.compare(case, {"ours": Launch(lambda: (ones * 1.01, 2 * ones)), "fa4": peer})
     assert run.disagreements == []
-    run.compare(case, {"ours": bench.Launch(lambda: ones * 1.1), "fa4": bench.Launch(lambda: ones)})
-    run.compare(case, {"ours": bench.Launch(lambda: ones * torch.nan), "fa4": bench.Launch(lambda: ones)})
+    run.compare(case, {"ours": Launch(lambda: (ones, 2.2 * ones)), "fa4": peer})
+    run.compare(case, {"ours": Launch(lambda: (ones * torch.nan, 2.2 * ones)), "fa4": peer})
+    run.compare(case, {"cudnn": peer, "fa4": peer})  # ours does not run
     assert len(run.disagreements) == 2
-    assert run.disagreements[0].startswith(case.name)
+    assert run.disagreements[0].startswith(case.name) and "by nan" in run.disagreements[1]
+
+
+def small_tensors(dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    return tuple(torch.randn(1, 24, 2, 16, generator=generator).to(dtype) for _ in range(3))
+
+
+@pytest.mark.parametrize("name", ["math", "standard"])
+def test_gradients_of_a_peer_are_ours(name):
+    with torch.no_grad():  # as in a run
+        ours, peer = (suites.gradient(one, (*small_tensors(), True)) for one in (suites.OURS, peers.PEERS[name]))
+        assert [gradient.shape for gradient in ours.call()] == [(1, 24, 2, 16)] * 3
+        assert suites.apart(ours, peer) < 1e-4
+        assert suites.apart(peer, peer) == 0  # the graph is kept
+
+
+def test_ours_is_left_out_only_where_it_is_not_built():
+    def refuses(error):
+        def make(entrant, tensors):
+            raise error
+
+        return make
+
+    run, tensors = run_of(), (*small_tensors(), False)
+    for _ in range(2):  # said once
+        assert run.made(suites.OURS, tensors, refuses(NotImplementedError("no backward yet"))) == {}
+    assert run.progress.stream.getvalue() == "  where it does not run, without ours: no backward yet\n"
+    assert list(run.refusals) == [("ours", "no backward yet")]
+    with pytest.raises(ValueError, match="a fault"):
+        run.made(suites.OURS, tensors, refuses(ValueError("a fault")))
+    assert run.made(peers.PEERS["math"], tensors, refuses(ValueError("wrong shape"))) == {}
+
+
+class FakeClock:
+    def seconds(self, launch, launches):
+        launch.call()
+        return 0.001 * launches
+
+
+@pytest.mark.parametrize("suite", ["backward", "decode"])
+def test_a_cell_without_ours_still_measures_the_peers(suite, monkeypatch):
+    """A CPU stands in for the GPU, and a peer for ours, whose kernel it cannot launch."""
+    monkeypatch.setattr(bench, "EventClock", FakeClock)
+    monkeypatch.setattr(bench, "HostClock", lambda synchronize: FakeClock())
+    run = run_of("--suite", suite, "--rounds", "1", peers=[peers.PEERS["math"], peers.PEERS["standard"]])
+    not_built = peers.PEERS["math"]._replace(name="ours", refuses=lambda q, k, v, causal: "not built")
+    run.entrants[0], run.ceiling = not_built, Launch(lambda: None)
+
+    class Inputs:
+        def views(self, case):
+            q, k, v = small_tensors(torch.bfloat16)
+            return (q, k, v) if suite == "backward" else (q[:, :1], k, v)
+
+    (case, *_) = run.suite.cases(run.options)
+    run.host(Inputs())
+    run.cell(case, Inputs(), 1)
+    kind = {"backward": "autograd", "decode": "kernel"}[suite]
+    names = {"math", "standard"}
+    assert {(row.kind, row.name) for row in run.rows} == {("host", name) for name in names} | {
+        (kind, name) for name in names | {run.suite.ceiling}
+    }
+    assert list(run.refusals) == [("ours, host", "not built"), ("ours", "not built")]
+    assert run.measured(case).startswith(f"{bench.label(case)}: math ")
+    rates = {row.name: (row.teraflops is None, row.tb_per_s is None) for row in run.rows if row.kind == kind}
+    assert set(rates.values()) == {(suite == "decode", suite == "backward")}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--peers", "fa4,fa5"], "bench knows the peers fa4,"),
+        (["--suite", "decode", "--seqlens", "512"], "the decode suite has shapes of its own, got --seqlens"),
+        (["--from", "nowhere.json"], "bench cannot read nowhere.json"),
+    ],
+)
+def test_wrong_options_are_answered_in_one_line(words, said, capsys):
+    assert bench.main(words) == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith(said) and printed.err.count("\n") == 1 and printed.out == ""
 
 
 def test_clock_samples_are_taken_from_the_cell_on():

@@ -6,13 +6,14 @@ import itertools
 import json
 import sys
 import time
+import weakref
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "profiling"))
 import tables
-from timing import MAX_LAUNCHES, MIN_LAUNCHES, HostClock, Launch, Timing, interleaved, launches_for
+from timing import MAX_LAUNCHES, MIN_LAUNCHES, HostClock, Launch, Timing, graph, interleaved, launches_for
 
 
 class FakeClock:
@@ -104,6 +105,34 @@ def test_host_clock_leaves_out_the_context_and_the_queue():
     assert seconds < 0.2
 
 
+def test_a_replayed_graph_keeps_the_memory_that_it_uses(monkeypatch):
+    """Without a GPU: replays are counted by a stand-in for torch's graph."""
+    import torch
+
+    class Graph:
+        replays = 0
+
+        def replay(self):
+            Graph.replays += 1
+
+    class Memory:
+        calls = 0
+
+        def __call__(self):
+            self.calls += 1
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", lambda captured, stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    memory = Memory()
+    alive, launch = weakref.ref(memory), graph(Launch(memory), repeats=4)
+    assert (memory.calls, launch.repeats) == (5, 4)  # one to compile
+    del memory
+    launch.call()
+    assert Graph.replays == 1
+    assert alive() is not None and alive().calls == 5
+
+
 def row(name, *, microseconds=100.0, teraflops=500.0, kind="kernel"):
     shape = {"head_dim": 128, "seqlen": 512, "causal": True, "batch": 32, "heads": 16, "heads_k": 16}
     rest = {"spread": 0.01, "teraflops": teraflops, "sm_clock": 1755.0, "power": None}
@@ -137,4 +166,31 @@ def test_written_results_hold_every_row(tmp_path):
         assert [line["name"] for line in csv.DictReader(file)] == [one.name for one in ROWS]
     read = json.loads(document.read_text())
     assert read["environment"]["date"] == "today"
-    assert [tables.Row(**line) for line in read["rows"]] == ROWS
+    assert tables.read(document) == (read["environment"], ROWS)
+
+
+def test_decoding_shows_times_rates_and_what_the_cache_holds():
+    copy = row("copy", microseconds=1000.0, teraflops=None)._replace(tb_per_s=4.25)
+    sizes = {(1, 512): 34e6, (32, 512): 1074e6}  # bytes of K and V
+    rows = []
+    for (batch, seqlen), size in sizes.items():
+        for name, taken in (("ours", 100.0), ("fa4", 200.0)):
+            one = row(name, microseconds=taken, teraflops=None)
+            rows.append(one._replace(batch=batch, seqlen=seqlen, tb_per_s=size / taken * 1e-6))
+        rows.append(copy._replace(batch=batch, seqlen=seqlen))
+    text = tables.markdown(rows)
+    assert "### kernel, µs (TB/s)" in text
+    assert "| 128 | 1 | 512 | causal | 100.0 (0.34) | 200.0 (0.17) | 1000.0 (4.25) | 2.00 | 0.08 |" in text
+    assert "K and V of batch 1, length 512 (34 MB) fit the L2 cache (50 MB)" in text
+    assert (
+        tables.summary(next(iter(tables.cells(rows).values())))
+        == "ours 100.0 (0.34) µs (TB/s), 2.00 x fa4, 0.08 x copy"
+    )
+
+
+def test_tables_without_ours_have_no_ratios():
+    rows = [row("fa4", kind="autograd"), row("matmul", kind="autograd")]
+    text = tables.markdown(rows)
+    assert "| D | length | mask | fa4 | matmul | largest spread | SM MHz | W |" in text
+    assert "| 128 | 512 | causal | 500 | 500 | 1.0% | 1755 |  |" in text
+    assert tables.summary({one.name: one for one in rows}) == "fa4 500, matmul 500 TFLOP/s"

@@ -1,0 +1,181 @@
+"""What the benchmark can measure, one Suite each: its cases, what is launched, and the rates that a time means."""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import cost
+import torch
+from peers import Peer, never
+from selection import Case
+from timing import Launch, graph
+
+from hopper_fa3 import flash_attn_func, launch
+from hopper_fa3.problem import Problem
+
+SHORT = (512, 1024)  # lengths whose host time may hide the kernel's
+DECODE_SHAPES = ((1, 8192), (1, 131072), (32, 8192), (128, 2048))  # (batch, keys)
+DECODE_HEADS, DECODE_GROUP, DECODE_HEAD_DIM = 32, 4, 128
+
+
+def ours_kernel(q, k, v, causal, plan=None):
+    """The launch alone, into an output allocated once: validation, planning and the lookup happened before."""
+    recipe = launch.prepare(Problem.from_tensors(q, k, v, causal=causal), q, k, v, plan=plan)
+    out = torch.empty_like(recipe.out)
+    return Launch(lambda: launch.execute(recipe, q, k, v, out)[0])
+
+
+def ours_public(q, k, v, causal):
+    return Launch(lambda: flash_attn_func(q, k, v, causal=causal))
+
+
+OURS = Peer("ours", lambda: None, never, ours_kernel, ours_public)
+
+
+class Suite(NamedTuple):
+    """``kinds``, ``replay`` and ``host`` take (entrant, (q, k, v, causal)); the entrant is a Peer, ours among them."""
+
+    name: str
+    cases: Callable  # parsed options -> Cases in the order they are measured
+    kinds: Callable  # -> kind of row -> Launch; the first kind is the one that outputs are compared of and drawn
+    replay: Callable  # -> Launch that replays a CUDA graph
+    replayed: tuple | None  # lengths that --graph replays; None: all
+    host: Callable  # -> Launch whose host time is measured
+    host_case: Case  # small: the GPU is done long before the host
+    ceiling: str  # takes part in every cell: "matmul" or "copy"
+    rates: Callable  # (case, seconds) -> (TFLOP/s or None, TB/s or None)
+
+
+def forwards(entrant, tensors):
+    found = {"kernel": entrant.kernel(*tensors)}
+    if entrant.public is not entrant.kernel:
+        found["public"] = entrant.public(*tensors)
+    return found
+
+
+def gradient(entrant, tensors):
+    """torch.autograd.grad alone: the forward ran when this was made, and its graph is kept."""
+    *inputs, causal = tensors
+    with torch.enable_grad():
+        q, k, v = (tensor.detach().requires_grad_() for tensor in inputs)
+        forward = entrant.public(q, k, v, causal)
+        with forward.context():
+            out = forward.call()
+    generator = torch.Generator(out.device).manual_seed(1)  # the same for all, so that gradients can be compared
+    arriving = torch.randn(out.shape, device=out.device, dtype=out.dtype, generator=generator)
+    return Launch(lambda: torch.autograd.grad(out, (q, k, v), arriving, retain_graph=True))
+
+
+def replayed_gradient(entrant, tensors):
+    """A backward runs on the stream of its forward: only on that one can it be captured."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        one = gradient(entrant, tensors)
+    return graph(one, stream=stream)
+
+
+def grid(options):
+    """Head dims x masks x lengths at equal numbers of tokens and equal width."""
+    masks = {"both": (False, True), "yes": (True,), "no": (False,)}[options.causal]
+    return [
+        Case(options.tokens // seqlen, seqlen, seqlen, heads := options.width // head_dim, heads // options.group,
+             head_dim, head_dim, causal=causal)
+        for head_dim in options.head_dims for causal in masks for seqlen in options.seqlens
+    ]  # fmt: skip
+
+
+def one_query(batch, seqlen):
+    """A step of decoding: the last query sees all keys, so that causal and dense are the same."""
+    heads, heads_k = DECODE_HEADS, DECODE_HEADS // DECODE_GROUP
+    return Case(batch, 1, seqlen, heads, heads_k, DECODE_HEAD_DIM, DECODE_HEAD_DIM)
+
+
+FORWARD = Suite(
+    "forward",
+    grid,
+    forwards,
+    lambda entrant, tensors: graph(entrant.kernel(*tensors)),
+    SHORT,
+    lambda entrant, tensors: entrant.public(*tensors),
+    Case(1, 128, 128, 16, 16, 128, 128),
+    "matmul",
+    lambda case, seconds: (cost.teraflops(case, seconds), None),
+)
+SUITES = {
+    suite.name: suite
+    for suite in (
+        FORWARD,
+        FORWARD._replace(
+            name="backward",
+            kinds=lambda entrant, tensors: {"autograd": gradient(entrant, tensors)},
+            replay=replayed_gradient,
+            host=gradient,
+            rates=lambda case, seconds: (cost.backward_teraflops(case, seconds), None),
+        ),
+        FORWARD._replace(
+            name="decode",
+            cases=lambda options: [one_query(*shape) for shape in DECODE_SHAPES],
+            replayed=None,
+            host_case=one_query(1, 128),
+            ceiling="copy",
+            rates=lambda case, seconds: (None, cost.key_value_bytes(case) / seconds * 1e-12),
+        ),
+    )
+}
+
+
+class Inputs:
+    """Random q, k, v of any case, as views of three buffers drawn once: drawing takes longer than timing."""
+
+    def __init__(self, cases):
+        generator = torch.Generator("cuda").manual_seed(0)
+        sizes = [max(self.sizes(case)[i] for case in cases) for i in range(3)]
+        self.buffers = [torch.randn(size, device="cuda", generator=generator).bfloat16() for size in sizes]
+
+    @staticmethod
+    def sizes(case):
+        queries, keys = case.batch * case.seqlen_q * case.heads, case.batch * case.seqlen_k * case.heads_k
+        return queries * case.head_dim, keys * case.head_dim, keys * case.head_dim_v
+
+    def views(self, case):
+        shapes = (
+            (case.batch, case.seqlen_q, case.heads, case.head_dim),
+            (case.batch, case.seqlen_k, case.heads_k, case.head_dim),
+            (case.batch, case.seqlen_k, case.heads_k, case.head_dim_v),
+        )
+        sized = zip(self.buffers, self.sizes(case), shapes, strict=True)
+        return tuple(buffer[:size].view(shape) for buffer, size, shape in sized)
+
+
+def ceilings():
+    """Launches of the matrix product and the copy."""
+    size = cost.MATMUL_SIZE
+    left, right = (torch.randn(size, size, device="cuda").bfloat16() for _ in range(2))
+    product = torch.empty(size, size, device="cuda", dtype=torch.bfloat16)
+    source, target = (torch.empty(cost.COPY_BYTES, device="cuda", dtype=torch.uint8) for _ in range(2))
+    return {
+        "matmul": Launch(functools.partial(torch.matmul, left, right, out=product)),
+        "copy": Launch(lambda: target.copy_(source)),
+    }
+
+
+def ceiling_rates(name, seconds):
+    """(TFLOP/s or None, TB/s or None) of one of the ceilings."""
+    if name == "matmul":
+        return cost.matmul_flops() / seconds * 1e-12, None
+    return None, cost.copy_traffic() / seconds * 1e-12
+
+
+def apart(launch, other):
+    """The largest difference of two launches' results (a tensor or several), in units of the other's largest value."""
+    mine, theirs = (results(one) for one in (launch, other))
+    pairs = zip(mine, theirs, strict=True)
+    found = [((one.float() - two.float()).abs().max() / two.float().abs().max()).item() for one, two in pairs]
+    return max(found, key=lambda value: (value != value, value))  # NaN is the largest
+
+
+def results(launch):
+    with launch.context():
+        found = launch.call()
+    return found if isinstance(found, tuple) else (found,)
