@@ -17,7 +17,9 @@ PACKAGES = {"cuobjdump": "nvidia-cuda-cuobjdump", "nvdisasm": "nvidia-cuda-nvdis
 
 RESOURCES = re.compile(r"Function (\S+):\s+REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
 # "/*0a40*/   @!P0 HGMMA.64x128x16.F32.BF16 R24, ... ;": address, an optional predicate, opcode with modifiers, operands
-INSTRUCTION = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(?:@(!?U?P\w+)\s+)?(([A-Z][A-Z0-9_]*)[^\s;]*)\s*([^;]*?)\s*;?\s*$")
+INSTRUCTION = re.compile(
+    r"^\s*/\*([0-9a-f]{4,})\*/\s+(?:@(!?U?P\w+)\s+)?(([A-Z][A-Z0-9_]*)[^\s;]*)\s*([^;]*?)\s*;?\s*$"
+)
 LABEL = re.compile(r"^([.$\w]+):\s*$")
 REFERENCE = re.compile(r"`\(([^)]+)\)")
 PTXAS = re.compile(rb"Cuda compilation tools, release [\d.]+, V([\d.]+)")

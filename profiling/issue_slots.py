@@ -1,9 +1,9 @@
 """How many clocks of an SM a K/V block needs at least: matrix products, issue slots, exponentials, float32 arithmetic.
 
 Rates of compute capability 9.0, each a clock and SM. Four sub-partitions of one warp scheduler each: NVIDIA H100 Tensor
-Core GPU Architecture (whitepaper). Float32 and exponentials: CUDA C++ Programming Guide, "Throughput of Native Arithmetic
-Instructions". FMNMX, F2FP and SHFL have lower rates than the issue slots too, which we have not found documented or measured
-for this GPU: they count as issue slots only.
+Core GPU Architecture (whitepaper). Float32 and exponentials: CUDA C++ Programming Guide, "Throughput of Native
+Arithmetic Instructions". The rates of FMNMX, F2FP and SHFL on this GPU are left out, neither sourced nor measured by
+us: these count as issue slots only.
 """
 
 SUB_PARTITIONS = 4  # each issues one instruction of one warp a clock

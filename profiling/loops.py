@@ -1,8 +1,8 @@
 """The loops of a disassembled forward kernel: what one iteration issues. Control-flow analysis, without a GPU.
 
-A loop is a natural loop (Aho, Lam, Sethi, Ullman, "Compilers", section 9.6): a branch back to a block through which every
-path to the branch leads, and all that lies between. Backward jumps alone would not do: ptxas moves the polling of a barrier
-behind the kernel's end and jumps back from there.
+A loop is a natural loop (Aho, Lam, Sethi, Ullman, "Compilers", section 9.6): a branch back to a block through which
+every path to the branch leads, and all that lies between. Backward jumps alone would not do: ptxas moves the polling of
+a barrier behind the kernel's end and jumps back from there.
 """
 
 from typing import NamedTuple
@@ -73,7 +73,9 @@ def iteration(graph, loop, found):
     seen = _reached(loop.header, lambda number: graph.follow[number] & loop.members - inside)
     if not any(loop.header in graph.follow[number] for number in seen):
         address = graph.blocks[loop.header][0].address
-        raise ValueError(f"an iteration of the loop at {address:#x} must have a path around the loops inside it, got none")
+        raise ValueError(
+            f"an iteration of the loop at {address:#x} must have a path around the loops inside it, got none"
+        )
     return [instruction for number in sorted(seen) for instruction in graph.blocks[number]]
 
 
@@ -111,7 +113,9 @@ def flow(instructions):
         for i in range(start, end):
             meets = i + 1 < len(instructions) and meetings.intersection(instructions[i + 1].labels)
             if instructions[i].family == "BSYNC" and not meets:
-                raise ValueError(f"BSYNC must stand before the label of a BSSY, got one at {instructions[i].address:#x}")
+                raise ValueError(
+                    f"BSYNC must stand before the label of a BSSY, got one at {instructions[i].address:#x}"
+                )
     blocks = [instructions[start:end] for start, end in zip(starts, [*starts[1:], len(instructions)], strict=True)]
     return Graph(blocks, follow)
 

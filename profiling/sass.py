@@ -1,8 +1,8 @@
 """What our kernels are compiled into, without a GPU: `make sass`.
 
-Without arguments: every kernel of plan.TABLE, compiled to sm_90a: registers, spills, instructions of an iteration of the
-main loops, and the clocks that they need at least. With cubin files: one line each. With --diff: the difference to another
-commit.
+Without arguments: every kernel of plan.TABLE, compiled to sm_90a: registers, spills, instructions of an iteration of
+the main loops, and the clocks that they need at least. With cubin files: one line each. With --diff: the difference to
+another commit, whatever registers and addresses ptxas chose.
 """
 
 import argparse
@@ -73,7 +73,9 @@ def arguments(words):
     parser.add_argument("--out", type=Path, help="write sass.md and sass.json into this folder as well")
     other = parser.add_mutually_exclusive_group()
     other.add_argument("--diff", metavar="REV", help="how the machine code differs from that of this commit")
-    other.add_argument("--update-baseline", action="store_true", help=f"write {BASELINE.name}, which a test holds us to")
+    other.add_argument(
+        "--update-baseline", action="store_true", help=f"write {BASELINE.name}, which a test holds us to"
+    )
     found = parser.parse_args(words)
     if found.files and (found.case or found.out or found.diff or found.update_baseline):
         parser.error("cubin files take no options")
@@ -87,7 +89,10 @@ def arguments(words):
 def run(chosen):
     if chosen.files:
         for path in chosen.files:
-            print(line(path.read_bytes()))
+            try:
+                print(line(path.read_bytes()))
+            except ValueError as error:
+                raise ValueError(f"{path}: {error}") from error
         return
     if chosen.diff:
         print_difference(chosen.diff, chosen.case)

@@ -1,11 +1,11 @@
 """How the machine code of our kernels differs from another commit's, whatever registers and addresses ptxas chose."""
 
 import contextlib
+import itertools
 import re
 import subprocess
 import sys
 import tempfile
-from collections import Counter
 from pathlib import Path
 
 from loops import main_loops
@@ -30,7 +30,7 @@ def normalised(lines):
     """
     targets = {line.target for line in lines if line.target}
     # A return address is loaded before a call, as a plain number
-    returns = {hex(after.address) for call, after in zip(lines, lines[1:], strict=False) if call.family == "CALL"}
+    returns = {hex(after.address) for call, after in itertools.pairwise(lines) if call.family == "CALL"}
     found = []
     for line in lines:
         found += ["label:"] if targets.intersection(line.labels) else []

@@ -18,19 +18,20 @@ CONSUMER_LOOPS = ("unmasked", "masked")
 FAMILIES = ("HGMMA", "MUFU", "FMUL", "FFMA", "FADD", "FMNMX", "F2FP", "SHFL", "BAR", "SYNCS", "UTMALDG")
 SETMAXREG = re.compile(r"USETMAXREG\.(DEALLOC|TRY_ALLOC)\S* .*?(0x[0-9a-f]+)$")
 NOTES = """
-Registers: per thread at launch, then of the producer and of a consumer warpgroup after setmaxnreg. Memory: bytes a thread
-(stack, local), spills: STL and LDL instructions. Shared memory: bytes a CTA asks for at launch.
+Registers: per thread at launch, then of the producer and of a consumer warpgroup after setmaxnreg. Spills: STL and LDL
+instructions. Stack and local: bytes a thread. Shared memory: bytes a CTA asks for at launch.
 
-Loops: instructions that one warp issues for one block of K and V. Conditional parts are counted as if taken (the
-producer's K tile); polling a barrier a second time is not counted. A masked block is one that the diagonal or the end of
-the keys cuts.
+Loops: instructions that one warp issues for one block of K and V. Conditional parts count as if taken (the producer's
+K tile); polling a barrier a second time does not count. Masked blocks are those that the diagonal or the end of the
+keys cuts.
 
-Clocks: what a block needs of an SM in the unmasked loop, all consumer warpgroups together. tensor: 4096 bf16 FLOP a clock;
-issue: four schedulers, an instruction a clock each (the producer's warp adds its own to one of them); MUFU: 16 results a
-clock; FP32: 128 results of FADD, FMUL and FFMA a clock. FMNMX, F2FP and SHFL are counted as issue slots only. Matrix
-share: tensor clocks over the largest of the four. It is an upper bound, and only if everything overlaps perfectly: 100 %
-says that none of these resources forbids the tensor cores' peak, not that the kernel comes near it. Slots: share of the
-issue slots that are taken at that bound.
+Clocks: what a block needs of an SM in the unmasked loop, all consumer warpgroups together. tensor: 4096 bf16 FLOP a
+clock. issue: four schedulers, one instruction a clock each; the producer's warp adds its own to one of them. MUFU: 16
+results a clock. FP32: 128 results of FADD, FMUL and FFMA a clock. FMNMX, F2FP and SHFL count as issue slots only.
+
+Matrix share: tensor clocks over the largest of the four. It is an upper bound, reached only if everything overlaps
+perfectly: 100 % says that none of these resources forbids the tensor cores' peak, not that the kernel comes near it.
+Slots: issue clocks over the largest of the four.
 """
 
 
@@ -68,7 +69,7 @@ def iteration(loop):
 
 def registers(lines):
     """Registers per thread of producer and consumer after setmaxnreg; ValueError where not each sets them once."""
-    found = [SETMAXREG.search(line.text).groups() for line in lines if line.family == "USETMAXREG"]
+    found = [match.groups() for line in lines if (match := SETMAXREG.search(line.text))]
     given = {direction: int(number, 16) for direction, number in found}
     if len(found) != 2 or len(given) != 2:
         raise ValueError(f"producer and consumer must set their registers once each, got {found or 'none'}")
@@ -121,17 +122,18 @@ def as_json(report):
 
 def memory_faults(found, baseline):
     """Where a kernel keeps more in local memory than its baseline (both figures of one kernel)."""
-    return [
-        f"{name} grew from {baseline[name]} to {found[name]}" for name in MEMORY if found[name] > baseline[name]
-    ]
+    return [f"{name} grew from {baseline[name]} to {found[name]}" for name in MEMORY if found[name] > baseline[name]]
 
 
 def loop_faults(found, baseline):
     """Where a consumer loop issues more instructions than in the baseline, likewise, or cannot be compared."""
     if found["tile"] != baseline["tile"]:
-        return [f"the tile is {found['tile']}, in the baseline {baseline['tile']}: loops of other blocks do not compare"]
+        return [
+            f"the tile is {found['tile']}, in the baseline {baseline['tile']}: loops of other blocks do not compare"
+        ]
     return [
-        f"the {loop} loop grew from {before['instructions']} to {now['instructions']} instructions ({changes(before, now)})"
+        f"the {loop} loop grew from {before['instructions']} to {now['instructions']} instructions "
+        f"({changes(before, now)})"
         for loop in CONSUMER_LOOPS
         for before, now in [(baseline[loop], found[loop])]
         if now["instructions"] > before["instructions"]

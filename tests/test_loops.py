@@ -104,7 +104,11 @@ def test_a_branch_into_a_loop_from_elsewhere_makes_no_loop_of_its_own():
         ("@P3 BRA `(.L_load)", "BRX R2", "a branch must name its target, got BRX R2 at 0x60"),
         ("@P3 BRA `(.L_load)", "BRA `(.L_nowhere)", "a label of the listing, got BRA `..L_nowhere. at 0x60"),
         ("BSYNC B0", "BSYNC B0\nNOP", "BSYNC must stand before the label of a BSSY, got one at 0xa0"),
-        ("@!P1 BRA `(.L_poll1)\n.L_r", "BRA `(.L_poll1)\n.L_r", "the loop at 0xd0 must have a path around the loops inside it"),
+        (
+            "@!P1 BRA `(.L_poll1)\n.L_r",
+            "BRA `(.L_poll1)\n.L_r",
+            "the loop at 0xd0 must have a path around the loops inside it",
+        ),
     ],
 )
 def test_another_structure_is_refused(before, after, message):

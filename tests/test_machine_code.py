@@ -7,7 +7,15 @@ from pathlib import Path
 import pytest
 
 from hopper_fa3 import machine_code
-from hopper_fa3.machine_code import MachineCode, ToolMissing, disassembler, parse, report
+from hopper_fa3.machine_code import (
+    MachineCode,
+    ToolMissing,
+    disassembler,
+    instructions,
+    parse,
+    ptxas_version,
+    report,
+)
 
 RESOURCES = """
 Resource usage:
@@ -49,6 +57,20 @@ def test_parse_wants_exactly_one_kernel():
 def test_parse_refuses_a_listing_without_instructions():
     with pytest.raises(ValueError, match="got none in the disassembly"):
         parse(RESOURCES, "\t.text.attention_0:\n")
+
+
+def test_instructions_keep_labels_predicates_and_targets():
+    first, branch, load, product, *_ = instructions(LISTING)
+    assert (first.address, first.text, first.target) == (0, "LDC R1, c[0x0][0x28]", None)
+    assert (branch.predicate, branch.target, branch.text) == ("P0", ".L_x_0", "@P0 BRA `(.L_x_0)")
+    assert (load.family, load.opcode, load.labels) == ("UTMALDG", "UTMALDG.4D", ())
+    assert (product.address, product.labels, product.predicate) == (0x3070, (".L_x_100",), "")
+    assert product.operands == "R24, gdesc[UR20], RZ, !UPT"
+
+
+def test_ptxas_version_stands_in_the_cubin():
+    assert ptxas_version(b"\x7fELF\0ptxas\0Cuda compilation tools, release 13.4, V13.4.59\0") == "13.4.59"
+    assert ptxas_version(b"\x7fELF") is None
 
 
 def test_missing_tool_says_how_to_get_it(monkeypatch):
