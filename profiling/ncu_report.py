@@ -226,6 +226,7 @@ def _traffic(figures):
 def _stalls(figures):
     """Table of the roles that have samples: share of each reason in the role's samples."""
     roles = {role: counts for role, counts in figures["roles"].items() if counts and role != ncu_roles.SETUP}
+    idle = [_whose(role) for role, counts in figures["roles"].items() if not counts]
     totals = {role: sum(counts.values()) for role, counts in roles.items()}
     reasons = sum((Counter(counts) for counts in roles.values()), Counter())
     rows = []
@@ -233,13 +234,13 @@ def _stalls(figures):
         shares = [100 * counts.get(reason, 0) / totals[role] for role, counts in roles.items()]
         if max(shares) >= SHOWN_SHARE:
             rows.append((reason, *(f"{share:.1f}" for share in shares), _meant(reason)))
-    heads = [role if role == ncu_roles.PRODUCER else f"consumers, {role}" for role in roles]
     everything = sum(sum(counts.values()) for counts in figures["roles"].values())
     sizes = [f"{totals[role]:,} ({_share(totals[role], everything)})" for role in roles]
+    unseen = f" No sample fell on: {'; '.join(idle)}." if idle else ""
     return [
-        "% of the role's samples. All consumer warpgroups run the same code, so these are their sums.",
+        "% of the role's samples. All consumer warpgroups run the same code, so these are their sums." + unseen,
         "",
-        *_table(("reason", *heads, "the warp …"), [("samples", *sizes, ""), *rows]),
+        *_table(("reason", *map(_whose, roles), "the warp …"), [("samples", *sizes, ""), *rows]),
     ]
 
 
@@ -256,6 +257,10 @@ def _lines(figures):
         "",
         "The DSL attributes some instructions to the blank lines behind the function that they are from.",
     ]
+
+
+def _whose(role):
+    return f"consumers, {role}" if role in ncu_roles.CONSUMERS else role
 
 
 def _meant(reason):

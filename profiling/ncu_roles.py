@@ -5,7 +5,8 @@ from collections import Counter, defaultdict
 import loops
 
 SETUP, PRODUCER, MAIN, MASKED, REST = "setup", "producer", "main loop", "masked loop", "rest of a tile"
-ROLES = (SETUP, PRODUCER, MAIN, MASKED, REST)
+CONSUMERS = (MAIN, MASKED, REST)
+ROLES = (SETUP, PRODUCER, *CONSUMERS)
 
 # What ncu calls by one name and what differs by the instruction that is waited for: (stall, opcode family) -> our word
 SPLIT = {
