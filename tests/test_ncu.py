@@ -49,9 +49,6 @@ def samples(figures, role, reason=None):
     return sum(counts.values()) if reason is None else counts.get(reason, 0)
 
 
-# -- What a page says --
-
-
 def test_metrics_are_plain_numbers(pages):
     kernel, gpu, metrics = ncu_pages.metrics(pages["d128-causal"] / "raw.csv")
     assert kernel == "hopper_fa3_forward_d128_causal_bf16_128x128_0" and gpu == "NVIDIA H200"
@@ -86,9 +83,6 @@ def test_an_instruction_keeps_predicate_modifiers_and_target():
 def test_kernel_sources_are_named_as_in_the_repository():
     assert ncu_pages.short("/home/user/hopper_fa3/kernels/softmax.py") == "kernels/softmax.py"
     assert ncu_pages.short("/usr/lib/python3/cutlass/cute/math.py") == "cute/math.py"
-
-
-# -- Roles and lines --
 
 
 def test_every_sample_has_one_role(figures):
@@ -164,9 +158,6 @@ def test_lines_of_other_machine_code_are_refused(pages, tmp_path):
         ncu_report.read(tmp_path, selection.case("d64-dense"), FACTS)
 
 
-# -- The least --
-
-
 @pytest.mark.parametrize("name", ["d128-causal", "d64-dense"])
 def test_the_least_agrees_with_two_counters(figures, name):
     # What TMA read from L2, to the byte but for the tile counter; and the tensor cores' busy cycles at 4096 FLOP each.
@@ -193,9 +184,6 @@ def test_visited_blocks(case, blocks):
     assert least.l2_bytes == 2 * (blocks * 128 * (64 + 64) + tiles * 128 * 64)
     assert least.tile_flops == blocks * 128 * 128 * 2 * (64 + 64)
     assert least.dram_bytes == case.bytes
-
-
-# -- The page --
 
 
 def test_the_page_tells_the_figures(figures):
@@ -251,8 +239,6 @@ def test_rereading_csv_and_json_gives_the_same_page(pages, tmp_path, capsys):
     assert ncu.main(["--from", str(data), "--out", str(tmp_path / "again")]) == 0
     assert (tmp_path / "again" / page.name).read_text() == page.read_text()
 
-
-# -- Running ncu --
 
 EXPORTS = """#!/bin/sh
 echo "$@" >> "$(dirname "$0")/calls"
