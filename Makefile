@@ -3,7 +3,7 @@
 VENV := .venv
 READY := $(VENV)/.ready
 ARGS ?=
-# CASE=d128-causal: what profile, timeline, ablation and roofline look at; DIFF=rev: what sass compares with
+# CASE=d128-causal: what sass, profile, timeline and roofline look at; DIFF=rev: what sass compares with
 CASE_WORDS = $(if $(CASE),--case $(CASE))
 
 ifdef PY
@@ -77,4 +77,4 @@ ablation: $(SETUP)
 	@$(PYTHON) profiling/ablation.py $(ARGS)
 
 roofline: $(SETUP)
-	@$(PYTHON) profiling/roofline.py $(ARGS)
+	@$(PYTHON) profiling/roofline.py $(CASE_WORDS) $(ARGS)
