@@ -18,26 +18,40 @@ def case(text):
     """The Case that dash-separated words describe, in any order; only the head dim (d) must be given.
 
     d: head_dim or head_dim_headdimv; s: length of queries and keys; b: batch; h: query heads or queryheads_kvheads;
-    causal or dense; bf16 or fp16. ValueError where a word is none of these.
+    causal or dense; bf16 or fp16. ValueError where a word is none of these or says twice the same, where a number is 0
+    and where query heads are no multiple of K/V heads.
     """
-    found, causal, dtype = {}, False, "bf16"
+    found = {}
     for word in text.split("-"):
-        number = NUMBERS.fullmatch(word)
-        if word in MASKS:
-            causal = MASKS[word]
-        elif word in DTYPES:
-            dtype = word
-        elif number and (number[3] is None or number[1] in "dh"):
-            found[number[1]] = (int(number[2]), int(number[3] or number[2]))
-        else:
+        meaning = _meaning(word)
+        if meaning is None:
             raise ValueError(f"a case is made of words as in {FORM}, got {word!r} in {text!r}")
+        if meaning[0] in found:
+            raise ValueError(f"a case says each thing once, got {word!r} as well in {text!r}")
+        found[meaning[0]] = meaning[1]
     if "d" not in found:
         raise ValueError(f"a case names its head dim, as in {FORM}, got {text!r}")
+    if any(0 in found.get(letter, ()) for letter in "dsbh"):
+        raise ValueError(f"a case has no size of 0, got {text!r}")
     head_dim, head_dim_v = found["d"]
     seqlen, _ = found.get("s", (SEQLEN, SEQLEN))
     batch, _ = found.get("b", (max(1, TOKENS // seqlen), None))
     heads, heads_k = found.get("h", 2 * (max(1, WIDTH // head_dim),))
-    return Case(batch, seqlen, seqlen, heads, heads_k, head_dim, head_dim_v, dtype=DTYPES[dtype], causal=causal)
+    if heads % heads_k:
+        raise ValueError(f"a case's query heads are a multiple of its K/V heads, got {text!r}")
+    dtype, causal = found.get("dtype", "bfloat16"), found.get("causal", False)
+    return Case(batch, seqlen, seqlen, heads, heads_k, head_dim, head_dim_v, dtype=dtype, causal=causal)
+
+
+def _meaning(word):
+    """(what a word is about, its value), or None."""
+    number = NUMBERS.fullmatch(word)
+    if number and (number[3] is None or number[1] in "dh"):
+        return number[1], (int(number[2]), int(number[3] or number[2]))
+    for kind, known in (("causal", MASKS), ("dtype", DTYPES)):
+        if word in known:
+            return kind, known[word]
+    return None
 
 
 def slug(case):

@@ -28,7 +28,11 @@ def test_slug_and_case_are_inverse(text):
     assert selection.slug(selection.case(text)) == text
 
 
-@pytest.mark.parametrize("text", ["", "causal", "d128-casual", "128", "d128-s1_2", "d128-x5", "d", "d128--causal"])
+@pytest.mark.parametrize(
+    "text",
+    ["", "causal", "d128-casual", "128", "d128-s1_2", "d128-x5", "d", "d128--causal", "d0", "d128_0", "d128-s0",
+     "d128-b0", "d128-h0", "d128-h4_0", "d128-h3_2", "d64-d128", "d64-causal-dense", "d64-fp16-bf16"],
+)  # fmt: skip
 def test_other_words_are_refused(text):
     with pytest.raises(ValueError, match="a case"):
         selection.case(text)
