@@ -246,7 +246,10 @@ def redraw(options):
         say(f"ablation cannot read {options.source}: {error}")
         return 2
     folder = options.out or options.source.parent
-    folder.mkdir(parents=True, exist_ok=True)
+    unwritable = environment.unwritable(folder)
+    if unwritable:
+        say(f"ablation: {unwritable}")
+        return 2
     print(markdown(rows))
     say(f"wrote {tables.write_text(folder / f'{options.source.stem}.md', facts, markdown(rows))}")
     plots.draw(folder / f"{options.source.stem}.png", bars, rows, facts)
@@ -265,6 +268,10 @@ def main(words=None):
     missing = hopper_missing()
     if missing:
         say(f"ablation needs an sm_90 GPU (H100, H200): {missing}")
+        return 2
+    unwritable = environment.unwritable(options.out or RESULTS)
+    if unwritable:
+        say(f"ablation: {unwritable}")
         return 2
     progress = Progress(len(cases) * (len(VERSIONS) + 1))
     with torch.no_grad(), environment.Clocks() as clocks:

@@ -246,7 +246,10 @@ def redraw(options):
         say(f"bench cannot read {options.source}: {error}")
         return 2
     folder = options.out or options.source.parent
-    folder.mkdir(parents=True, exist_ok=True)
+    unwritable = environment.unwritable(folder)
+    if unwritable:
+        say(f"bench: {unwritable}")
+        return 2
     print(tables.markdown(rows))
     say(f"wrote {tables.write_text(folder / f'{options.source.stem}.md', facts, tables.markdown(rows))}")
     plots.draw(folder / f"{options.source.stem}.png", plots.rates, rows, facts)
@@ -261,6 +264,10 @@ def main(words=None):
     missing = None if complaint else hopper_missing()
     if complaint or missing:
         say(complaint or f"bench needs an sm_90 GPU (H100, H200): {missing}")
+        return 2
+    unwritable = environment.unwritable(options.out or RESULTS)
+    if unwritable:
+        say(f"bench: {unwritable}")
         return 2
     peers, absent = available([name for name in options.peers.split(",") if name])
     cases = SUITES[options.suite].cases(options)

@@ -4,6 +4,7 @@ import datetime
 import platform
 import statistics
 import subprocess
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -51,6 +52,16 @@ def describe(peer_versions, at_commit=None):
 def stem(what, facts):
     """Name of a result file without its ending: what was measured, on which GPU, on which day."""
     return f"{what}-{facts['gpu'].replace(' ', '-').lower()}-{facts['date'][:10]}"
+
+
+def unwritable(folder):
+    """Why no result can be written into a folder, which is made, or None. Asked first: measuring takes minutes."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return None
+    except OSError as error:
+        return f"{folder} cannot take the results: {error.strerror}"
 
 
 class Clocks:

@@ -20,6 +20,7 @@ from hopper_fa3 import flash_attn_func
 from hopper_fa3.info import hopper_missing
 
 ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "profiling" / "results"
 WARM_UP = 2  # launches before the profiled one: the first compiles, the second finds everything in place
 TIMEOUT = 400  # seconds; ncu replays the launch about 40 times, and the kernel is compiled first
 INSTALLED = "/opt/nvidia/nsight-compute/*/ncu", "/usr/local/cuda*/bin/ncu"  # where ncu is when PATH does not name it
@@ -30,11 +31,19 @@ PAGES = {
     "lines": ["source", "--print-source", "sass,cuda"],
     "session": ["session"],
 }
+FIGURES = {"case", "environment", "kernel", "metrics", "least", "teraflops", "registers_by_role", "roles", "lines"}
 PERMISSION = "ERR_NVGPUCTRPERM"
 
 
 class Unavailable(RuntimeError):
     """Profiling is not possible on this machine."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Wrong words are answered in one line."""
+
+    def error(self, message):
+        self.exit(2, f"profile: {message} (--help explains)\n")
 
 
 def described(words):
@@ -46,15 +55,15 @@ def described(words):
 
 
 def parser():
-    root = argparse.ArgumentParser(
+    root = Parser(
         prog="make profile CASE=... ARGS=...", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     root.add_argument("--case", type=described, metavar="WORDS", help=f"such as d128-causal or {selection.FORM}")
     root.add_argument(
-        "--from", dest="source", type=Path, metavar="PATH",
-        help="no GPU needed: a folder of CSV pages (with --case) or the JSON of an earlier run",
+        "--from", dest="source", type=Path, metavar="FILE",
+        help="no GPU needed: the JSON of an earlier run, or a folder of CSV pages (with --case)",
     )  # fmt: skip
-    root.add_argument("--out", type=Path, default=ROOT / "profiling" / "results", help="folder of Markdown and JSON")
+    root.add_argument("--out", type=Path, help="folder of Markdown and JSON (default: profiling/results, or FILE's)")
     root.add_argument(
         "--reports", type=Path, default=ROOT / "build" / "ncu", help="folder of ncu's report and CSV pages"
     )
@@ -131,12 +140,14 @@ def complaint(done):
     return f"ncu failed: {(errors or said or ['it printed nothing'])[-1]}"
 
 
-def measure(options):
-    """Figures of a fresh profile."""
+def measure(options, results):
+    """Figures of a fresh profile, for the folder ``results``."""
     missing = hopper_missing()
     if missing is not None:
         raise Unavailable(f"profiling needs a Hopper GPU: {missing}")
-    ncu = find_ncu()
+    ncu, unwritable = find_ncu(), environment.unwritable(results)
+    if unwritable:
+        raise Unavailable(unwritable)
     folder = options.reports / selection.slug(options.case)
     print(f"profiling {selection.slug(options.case)} with {ncu}", file=sys.stderr, flush=True)
     report = profile(ncu, folder, options.case)
@@ -149,7 +160,10 @@ def measure(options):
 def reread(options):
     """Figures of an earlier profile: its JSON, or its CSV pages."""
     if options.source.is_file():
-        return json.loads(options.source.read_text())
+        figures = json.loads(options.source.read_text())
+        if not isinstance(figures, dict) or not figures.keys() >= FIGURES:
+            raise ValueError(f"{options.source} must be a profile's JSON")
+        return figures
     facts = options.source / "environment.json"
     known = json.loads(facts.read_text()) if facts.exists() else {"commit": options.commit}
     return ncu_report.read(options.source, options.case, known)
@@ -168,17 +182,21 @@ def write(folder, figures):
 def main(arguments=None):
     options = parser().parse_args(arguments)
     from_json = options.source is not None and options.source.is_file()
+    if options.source is not None and not options.source.exists():
+        parser().error(f"--from must name a file or a folder, got {options.source}")
     if options.case is None and not from_json:
         parser().error("--case is needed, as in --case d128-causal")
     if options.workload:
         workload(options.case)
         return 0
+    folder = options.out or (options.source.parent if from_json else RESULTS)
     try:
-        figures = measure(options) if options.source is None else reread(options)
+        figures = measure(options, folder) if options.source is None else reread(options)
+        written = write(folder, figures)
     except (Unavailable, ValueError, OSError) as error:
         print(f"profile: {error}", file=sys.stderr)
-        return 2 if isinstance(error, Unavailable) else 1
-    for path in write(options.out, figures):
+        return 2
+    for path in written:
         print(path)
     return 0
 

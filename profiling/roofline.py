@@ -144,7 +144,7 @@ def main(words=None):
     if options.source:
         return redraw(options)
     names = [name for name in options.peers.split(",") if name]
-    complaint = wrong(options, names) or needs_a_gpu()
+    complaint = wrong(options, names) or needs_a_gpu() or environment.unwritable(options.out or RESULTS)
     if complaint:
         say(complaint)
         return 2
@@ -181,9 +181,13 @@ def needs_a_gpu():
 def redraw(options):
     """Tables and pictures of a result file, again."""
     try:
-        facts, points = tables.read(options.source, view.Point)
+        facts, points = tables.read(options.source, view.Point, needed=("matmul_tflops", "copy_tb_per_s"))
     except (OSError, ValueError) as error:
         say(f"roofline cannot read {options.source}: {error}")
+        return 2
+    unwritable = environment.unwritable(options.out or options.source.parent)
+    if unwritable:
+        say(f"roofline: {unwritable}")
         return 2
     present(points, facts, (options.out or options.source.parent) / options.source.name)
     return 0

@@ -163,10 +163,16 @@ def write(folder, stem, facts, rows, body=None):
     return paths
 
 
-def read(path, row=Row):
-    """``(facts, rows)`` of a JSON file that ``write`` wrote. ValueError where it holds something else."""
+def read(path, row=Row, needed=()):
+    """``(facts, rows)`` of a JSON file that ``write`` wrote. ValueError where it holds something else, no row, or not
+    the ``needed`` facts.
+    """
     try:
         document = json.loads(path.read_text())
-        return document["environment"], [row(**line) for line in document["rows"]]
+        facts, rows = document["environment"], [row(**line) for line in document["rows"]]
+        absent = [name for name in ("gpu", "date", "commit", *needed) if name not in facts]
+        if absent or not rows:
+            raise KeyError(f"no {', '.join(absent) or 'row'}")
+        return facts, rows
     except (KeyError, TypeError, json.JSONDecodeError) as error:
         raise ValueError(f"a result file must hold rows of {', '.join(row._fields)}, got {path} ({error})") from error

@@ -1,7 +1,8 @@
 """`make timeline CASE=d128-causal`: what each warpgroup of one CTA does over time: a picture, Perfetto, numbers.
 
 The kernel's marks (kernels/phases.py) are recorded by run-iket, the tracer that comes with the CuTe DSL: it compiles
-the kernel once more with the marks kept in. They cost a few per cent of time; the report says how much.
+the kernel once more with the marks kept in. They cost some time, which the report
+cannot tell from that of other clocks: it gives the time with and without them.
 """
 
 import argparse
@@ -23,6 +24,7 @@ from hopper_fa3.info import hopper_missing
 from hopper_fa3.problem import Problem
 
 ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "profiling" / "results"
 CASE = "d128-causal-s4096-b1"  # about four tiles a CTA: long enough for a steady state, a trace of some 100 MB
 LAUNCHES = 2  # under the tracer; the last one is read
 TRACER_SECONDS = 180
@@ -35,6 +37,7 @@ COLORS = {
     "exponentials": "#a63603", "epilogue": "#238b45", "QKᵀ": "#08519c", "PV": "#6baed6",
 }  # fmt: skip
 WAITING = "#f0f0f0"
+DOCUMENT = {"environment", "case", "kernel", "plan", "phases", "kernel_ns", "cta", "ctas", "warps"}  # of measure()
 BARS = {"QKᵀ": (-0.4, 0.4), "PV": (0.0, 0.4)}  # both are in flight together: above and below in one row
 
 
@@ -45,7 +48,7 @@ def parser():
     root.add_argument("--no-pingpong", action="store_true", help="trace the kernel without turns")
     root.add_argument("--no-overlap", action="store_true", help="trace it without overlap inside a warpgroup")
     root.add_argument("--from", dest="source", type=Path, metavar="FILE.json", help="draw an earlier result again")
-    root.add_argument("--out", type=Path, default=ROOT / "profiling" / "results", help="folder of the result files")
+    root.add_argument("--out", type=Path, help="folder of the result files (default: profiling/results, or FILE's)")
     root.add_argument("--commit", help="recorded where this is no git checkout")
     root.add_argument("--workload", action="store_true", help=argparse.SUPPRESS)  # what runs under the tracer
     return root
@@ -70,8 +73,9 @@ def launched(options, case):
 
 def workload(options, case):
     call, _ = launched(options, case)
-    for _ in range(LAUNCHES):
-        call.call()
+    with torch.no_grad():
+        for _ in range(LAUNCHES):
+            call.call()
     torch.cuda.synchronize()
 
 
@@ -98,7 +102,8 @@ def measure(options, case):
     """The result document: facts, the kernel's plain duration, all CTAs' lifetimes, one CTA's warps."""
     say("timing the kernel without marks ...")
     call, chosen = launched(options, case)
-    duration = interleaved({"ours": call}, EventClock())["ours"].median
+    with torch.no_grad():
+        duration = interleaved({"ours": call}, EventClock())["ours"].median
     say("tracing it: run-iket compiles and runs it twice ...")
     from hopper_fa3.kernels.phases import Phase  # imports the DSL, which drawing an earlier result does without
 
@@ -119,7 +124,7 @@ def measure(options, case):
 def loaded(path):
     """A result document as measure() made it; ValueError where the file is something else."""
     document = json.loads(path.read_text())
-    if "warps" not in document or "ctas" not in document:
+    if not isinstance(document, dict) or not document.keys() >= DOCUMENT:
         raise ValueError(f"{path} must be a timeline's JSON")
     document["ctas"] = [reading.Cta(*values) for values in document["ctas"]]
     document["warps"] = [
@@ -211,6 +216,7 @@ def picture(document):
     lives.barh([cta.sm for cta in ordered], [(cta.end - cta.start) / 1e3 for cta in ordered],
                left=[cta.start / 1e3 for cta in ordered], height=1, color="#6baed6")  # fmt: skip
     lives.axvline(document["kernel_ns"] / 1e3, color="black", linestyle="--")
+    lives.set_xlim(0, 1.03e-3 * max(document["kernel_ns"], *(cta.end for cta in ordered)))  # the line not on the frame
     lives.set_title("lifetimes of all CTAs (dashed: duration of the kernel without marks)", fontsize=10)
     lives.set_ylabel("SM")
     for axis in (whole, enlarged, lives):
@@ -251,22 +257,25 @@ def main(words=None):
         case = selection.case(options.case)
         document = loaded(options.source) if options.source else None
     except (ValueError, OSError) as error:
-        say(str(error))
+        say(f"timeline: {error}")
         return 2
-    if document is None:
-        missing = hopper_missing()
-        if missing:
-            say(f"timeline needs an sm_90 GPU (H100, H200): {missing}")
-            return 2
-        with torch.no_grad():
-            if options.workload:
-                return workload(options, case)
-            try:
-                document = measure(options, case)
-            except (RuntimeError, ValueError) as error:
-                say(f"timeline: {error}")
-                return 2
-    write(options.out, document)
+    missing = None if document else hopper_missing()
+    if missing:
+        say(f"timeline needs an sm_90 GPU (H100, H200): {missing}")
+        return 2
+    if options.workload:
+        return workload(options, case)
+    folder = options.out or (options.source.parent if options.source else RESULTS)
+    unwritable = environment.unwritable(folder)
+    if unwritable:
+        say(f"timeline: {unwritable}")
+        return 2
+    try:
+        document = document or measure(options, case)
+    except (RuntimeError, ValueError) as error:
+        say(f"timeline: {error}")
+        return 2
+    write(folder, document)
     print(report(document))
     return 0
 

@@ -206,6 +206,14 @@ def test_wrong_options_are_answered_in_one_line(words, said, capsys):
     assert printed.err.startswith(said) and printed.err.count("\n") == 1 and printed.out == ""
 
 
+def test_a_folder_that_takes_no_results_is_said_before_measuring(tmp_path):
+    file = tmp_path / "file"
+    file.touch()
+    assert environment.unwritable(file / "below") == f"{file / 'below'} cannot take the results: Not a directory"
+    assert environment.unwritable(tmp_path / "new") is None
+    assert list((tmp_path / "new").iterdir()) == []
+
+
 def test_clock_samples_are_taken_from_the_cell_on():
     clocks = environment.Clocks()
     assert clocks.since(0.0) == (None, None)

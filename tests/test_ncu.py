@@ -228,7 +228,7 @@ def test_the_reading_follows_the_figures(figures):
 
 def test_another_case_than_the_profiled_one_is_refused(pages, capsys, tmp_path):
     folder = str(pages["d128-causal"])
-    assert ncu.main(["--from", folder, "--case", "d128-dense", "--out", str(tmp_path)]) == 1
+    assert ncu.main(["--from", folder, "--case", "d128-dense", "--out", str(tmp_path)]) == 2
     assert "must be computed by hopper_fa3_forward_d128_dense_bf16" in capsys.readouterr().err
 
 
@@ -337,8 +337,21 @@ def test_without_a_gpu(monkeypatch, tmp_path, capsys):
     assert capsys.readouterr().err == "profile: profiling needs a Hopper GPU: torch finds no CUDA device\n"
 
 
-@pytest.mark.parametrize("words", [[], ["--case", "d12x"], ["--from", "/nowhere"]])
-def test_a_case_is_needed(words, capsys):
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [([], "--case is needed"), (["--case", "d12x"], "a case is"), (["--from", "/nowhere"], "/nowhere")],
+)
+def test_a_case_is_needed(words, said, capsys):
     with pytest.raises(SystemExit, match="2"):
         ncu.main(words)
-    assert "case" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert error.startswith("profile: ") and said in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("text", ["[]", "{", "3", '{"environment": {}, "rows": []}'])
+def test_another_json_is_refused(text, tmp_path, capsys):
+    path = tmp_path / "x.json"
+    path.write_text(text)
+    assert ncu.main(["--from", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("profile: ") and error.count("\n") == 1

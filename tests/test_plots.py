@@ -96,7 +96,9 @@ def test_without_matplotlib_there_is_one_line_and_no_picture(tmp_path, monkeypat
 
 def test_a_file_of_other_rows_is_refused(tmp_path):
     path = tmp_path / "x.json"
-    for text in ("[]", "{", json.dumps({"environment": {}, "rows": [{"name": "ours"}]})):
+    empty = {"environment": FACTS, "rows": []}
+    nothing = {"environment": {}, "rows": [row._asdict() for row in decode_rows()]}
+    for text in ("[]", "{", *map(json.dumps, (empty, nothing, {"environment": {}, "rows": [{"name": "ours"}]}))):
         path.write_text(text)
         with pytest.raises(ValueError, match="a result file must hold rows of kind, head_dim"):
             tables.read(path)

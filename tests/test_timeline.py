@@ -152,6 +152,15 @@ def test_wrong_words_end_with_2(words, fault, capsys):
     assert fault in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("text", ["3", "[]", "{", '{"warps": [], "ctas": []}'])
+def test_another_json_is_refused_in_one_line(text, tmp_path, capsys):
+    path = tmp_path / "x.json"
+    path.write_text(text)
+    assert timeline.main(["--from", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("timeline: ") and error.count("\n") == 1
+
+
 def test_without_a_hopper_gpu_one_line_and_exit_code_2():
     import torch
 
