@@ -3,8 +3,8 @@
 VENV := .venv
 READY := $(VENV)/.ready
 ARGS ?=
-# CASE=d128-causal: what sass, profile, timeline and roofline look at; DIFF=rev: what sass compares with
-CASE_WORDS = $(if $(CASE),--case $(CASE))
+# CASE=d128-causal: what sass, profile, timeline, ablation and roofline look at; DIFF=rev: what sass compares with
+CASE_WORDS = $(if $(CASE),--case "$(CASE)")
 
 ifdef PY
 PYTHON := PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(PY)
@@ -25,14 +25,14 @@ help:
 	@echo "make test-gpu  the tests that need a Hopper GPU; fails where there is none"
 	@echo "make lint      ruff: rules and formatting"
 	@echo "make sass      registers, spills and main-loop instructions of every kernel; needs no GPU"
-	@echo "               DIFF=rev: what changed in them since that commit"
+	@echo "               CASE=d128-causal: of this one; DIFF=rev: what changed in them since that commit"
 	@echo
 	@echo "On a Hopper GPU; results go to profiling/results; ARGS=--help lists the options of each:"
 	@echo "make bench     ours beside PyTorch and FlashAttention-4; ARGS='--suite forward|backward|decode --graph --host'"
 	@echo "make profile   CASE=d128-causal: Nsight Compute on one launch, and one page read from it"
 	@echo "make timeline  CASE=d128-causal: what each warpgroup does over time, as a picture and for Perfetto"
-	@echo "make ablation  the kernel without ping-pong, without overlap, without both"
-	@echo "make roofline  intensity against speed, and the generations of attention against the matrix product"
+	@echo "make ablation  the kernel without ping-pong, without overlap, without both; CASE as above, or four"
+	@echo "make roofline  intensity against speed, and the generations of attention against the matrix product; likewise"
 	@echo
 	@echo "PY=python3     use this interpreter and what is installed there; set up nothing"
 	@echo "ARGS=...       further arguments of the demo, of pytest or of the script behind the verb"
@@ -62,9 +62,10 @@ lint: $(SETUP)
 	$(PYTHON) -m ruff format --check .
 
 sass: $(SETUP)
-	@$(PYTHON) profiling/sass.py $(if $(DIFF),--diff $(DIFF)) $(CASE_WORDS) $(ARGS)
+	@$(PYTHON) profiling/sass.py $(if $(DIFF),--diff "$(DIFF)") $(CASE_WORDS) $(ARGS)
 
 bench: $(SETUP)
+	@$(if $(CASE),echo "bench takes no CASE: its cases are ARGS='--head-dims 128 --seqlens 8192 --causal yes'" >&2; exit 2)
 	@$(PYTHON) profiling/bench.py $(ARGS)
 
 profile: $(SETUP)
@@ -74,7 +75,7 @@ timeline: $(SETUP)
 	@$(PYTHON) profiling/timeline.py $(CASE_WORDS) $(ARGS)
 
 ablation: $(SETUP)
-	@$(PYTHON) profiling/ablation.py $(ARGS)
+	@$(PYTHON) profiling/ablation.py $(CASE_WORDS) $(ARGS)
 
 roofline: $(SETUP)
 	@$(PYTHON) profiling/roofline.py $(CASE_WORDS) $(ARGS)

@@ -74,8 +74,8 @@ class Version(NamedTuple):
 
 def parser():
     root = argparse.ArgumentParser(prog="make ablation ARGS=...", description=__doc__.splitlines()[0])
-    root.add_argument("--cases", default=CASES, help=f"words as in {selection.FORM}, of which only d is needed, "
-                      "separated by commas (default: %(default)s)")  # fmt: skip
+    what = f"words as in {selection.FORM}, of which only d is needed, separated by commas (default: %(default)s)"
+    root.add_argument("--case", "--cases", dest="cases", metavar="CASE,...", default=CASES, help=what)
     root.add_argument("--rounds", type=int, default=11)
     root.add_argument("--out", type=Path, help="folder of the result files (default: profiling/results, or FILE's)")
     root.add_argument("--commit", help="recorded where this is no git checkout")

@@ -1,5 +1,7 @@
 """The words by which profiling names its cases."""
 
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -36,3 +38,14 @@ def test_slug_and_case_are_inverse(text):
 def test_other_words_are_refused(text):
     with pytest.raises(ValueError, match="a case"):
         selection.case(text)
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+def test_no_verb_of_profiling_ignores_case():
+    root = Path(__file__).resolve().parent.parent
+    for verb in ("sass", "profile", "timeline", "ablation", "roofline", "bench"):
+        done = subprocess.run(["make", verb, "CASE=d64", "PY=echo"], cwd=root, capture_output=True, text=True)
+        if verb == "bench":
+            assert done.returncode == 2 and "bench takes no CASE" in done.stderr
+        else:
+            assert done.stdout.endswith("--case d64\n"), verb
