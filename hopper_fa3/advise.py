@@ -190,6 +190,8 @@ def memory_lines(shape, here):
     yield row("fused", f"{fused}: q, k, v, out, LSE; no score is stored")
     answer = "yes" if fits(shape, here) else "NO"
     yield row("does the standard way fit?", f"{answer}, in {size(here.memory)} ({here.source})")
+    if roofline.fused_memory(shape) > here.memory:
+        yield row("does a fused kernel fit?", "NO: its inputs and output alone are more")
 
 
 def traffic_lines(shape):
@@ -209,12 +211,17 @@ def traffic_lines(shape):
         )
 
 
+def hosted(times):
+    """Whether a call's kernel takes less time than its host side."""
+    return times["ours"].seconds * 1e6 < measured.HOST_MICROSECONDS["ours"]
+
+
 def time_lines(times):
     yield f"Expected time of one call, on an {measured.GPU} (kernels; measured in bf16 without grouped heads)"
     for name, time in times.items():
         yield row(LABELS[name], f"{duration(time.seconds)} ({time.source})")
-    host = measured.HOST_MICROSECONDS["ours"]
-    if times["ours"].seconds * 1e6 < host:
+    if hosted(times):
+        host = measured.HOST_MICROSECONDS["ours"]
         yield row("", f"less than the host time of a call ({host} µs): without a CUDA graph the host decides")
 
 
@@ -253,6 +260,11 @@ def verdict_lines(shape, here, share, times, speedups):
     yield f"Verdict (worth it from {percent(1 + WORTH)} end to end: two runs of one model differ by a few per cent)"
     if here.missing:
         yield row("on this machine", f"our kernel does not run: {here.missing}")
+    if roofline.fused_memory(shape) > here.memory:
+        yield row("at this shape", f"neither way fits in {size(here.memory)}: a smaller batch, or several GPUs")
+        return
+    if hosted(times):
+        yield row("at this size", "of kernels alone, as inside a CUDA graph: elsewhere the host decides (above)")
     for name, speedup in speedups.items():
         text = judged(share, speedup) + ("" if times[name].measured else " (its time is the model's)")
         if name == "standard" and not fits(shape, here):

@@ -132,7 +132,8 @@ def intensity(shape, passes):
 
 
 def seconds(passes, roofs):
-    """Model of the time: each pass at the roof that binds it, one after the other. No real kernel is faster::
+    """Model of the time: each pass at the roof that binds it, one after the other. No real kernel is faster, unless the
+    passes find in L2 what those before them wrote::
 
     sum over passes of max(FLOPs / peak, bytes / bandwidth)
     """

@@ -86,6 +86,37 @@ def test_what_does_not_fit_is_no_question_of_speed(capsys):
     assert "the question is not speed" not in text
 
 
+def test_what_fits_in_no_way_gets_no_promise():
+    shape = roofline.Shape(1, 4096, 4096, 16, 16, 128, 128)
+    found = lines(0.5, shape=shape, here=HERE._replace(memory=roofline.fused_memory(shape) - 1))
+    assert found["does a fused kernel fit?"].startswith("NO")
+    assert found["at this shape"].startswith("neither way fits in") and "from standard attention" not in found
+    found = lines(0.5, shape=shape, here=HERE._replace(memory=roofline.fused_memory(shape)))
+    assert "does a fused kernel fit?" not in found and "only a fused" in found["from standard attention"]
+    assert "NO" in found["does the standard way fit?"]
+    found = lines(0.5, shape=shape, here=HERE._replace(memory=roofline.standard_memory(shape)))
+    assert found["does the standard way fit?"].startswith("yes")
+
+
+def test_verdicts_at_their_edges():
+    assert advise.judged(0.5, 1.0) == "not worth it: no faster"
+    share = roofline.share_needed(advise.WORTH, 2.0)
+    assert advise.judged(share * 1.0001, 2.0).endswith(", worth it")
+    assert advise.judged(share * 0.999, 2.0).endswith("not worth it")
+
+
+def test_the_model_tells_the_range_of_its_own_mask_only():
+    rates = {(64, False, "ours"): {4096: 500.0}, (256, False, "ours"): {4096: 650.0}, (64, True, "ours"): {4096: 9.0}}
+    other = SHAPE._replace(head_dim=96, head_dim_v=96)
+    assert advise.expected(other, "ours", rates).source.endswith("measured head dims reach 500 to 650")
+    assert advise.expected(other._replace(causal=True), "ours", rates).source.endswith("reach 9 to 9")
+
+
+def test_scores_stay_in_l2_up_to_its_size():
+    heads = [roofline.Shape(1, 1024, 1024, count, count, 128, 128) for count in (23, 24)]  # 2 MiB a head: 48.2, 50.3 MB
+    assert ["may stay in" in "\n".join(advise.traffic_lines(shape)) for shape in heads] == [True, False]
+
+
 def test_measured_rates_are_taken_at_the_nearest_length(capsys):
     rate = measured.RATES[128, False, "ours"][16384]
     milliseconds = 2 * 32 * 32768**2 * 256 / rate * 1e-9
@@ -123,6 +154,7 @@ def test_few_tiles_leave_sms_idle():
     text = "\n".join(advise.answer(small, HERE, 0.5, RATES))
     assert f"less than the host time of a call ({measured.HOST_MICROSECONDS['ours']} µs)" in text
     assert "the scores may stay in the 50.0 MB of L2" in text
+    assert "at this size                 of kernels alone, as inside a CUDA graph" in text
     assert "host time" not in "\n".join(advise.answer(SHAPE, HERE, 0.5, RATES))
 
 
