@@ -40,8 +40,15 @@ def newest():
     return [files[-1] for files in found if files]
 
 
+TOKENS, WIDTH = 16384, 2048  # of the usual rows, as in selection.py, which needs PyTorch
+
+
 def usual(row):
-    """Whether a row is a kernel rate of the kind that the table is about: bf16, one head dim, no grouped heads."""
+    """Whether a row is a kernel rate of the kind that the table is about: bf16, one head dim, no grouped heads, as many
+    tokens and heads as its docstring says.
+    """
+    if row["batch"] * row["seqlen"] != TOKENS or row["heads"] * row["head_dim"] != WIDTH:
+        return False
     same_dims = row.get("head_dim_v", row["head_dim"]) == row["head_dim"] and row["heads"] == row["heads_k"]
     bf16 = row.get("dtype", "bfloat16") == "bfloat16"
     return row["kind"] == "kernel" and row["name"] != "matmul" and same_dims and bf16
@@ -63,7 +70,7 @@ def text(paths):
     """The module's whole text."""
     documents = [json.loads(path.read_text()) for path in paths]
     facts = dict(documents[0]["environment"])
-    facts["date"] = facts["date"][:10]
+    facts |= {"date": facts["date"][:10], "tokens": TOKENS, "width": WIDTH}
     quoted = ", ".join(f'"{path.name}"' for path in paths)
     facts["sources"] = f"({quoted},)" if len(paths) == 1 else f"({quoted})"
     host = {row["name"]: round(row["microseconds"], 1) for row in documents[0]["rows"] if row["kind"] == "host"}

@@ -33,8 +33,9 @@ def test_rates_of_ours_are_the_kernel_rows_of_the_forward_table():
 
 
 def row(name, teraflops, **other):
-    shape = {"head_dim": 128, "seqlen": 4096, "causal": False, "heads": 16, "heads_k": 16}
-    return {"kind": "kernel", "name": name, "teraflops": teraflops} | shape | other
+    shape = {"head_dim": 128, "seqlen": 4096, "causal": False, "heads": 16, "heads_k": 16} | other
+    shape = {"batch": 16384 // shape["seqlen"]} | shape
+    return {"kind": "kernel", "name": name, "teraflops": teraflops} | shape
 
 
 def test_a_second_file_adds_the_names_that_the_first_lacks():
@@ -42,6 +43,7 @@ def test_a_second_file_adds_the_names_that_the_first_lacks():
     second = {"rows": [row("ours", 550.0, seqlen=1024), row("standard", 150.0, dtype="bfloat16", head_dim_v=128)]}
     unusual = [row("ours", 1.0, heads_k=4, causal=True), row("ours", 2.0, dtype="float16", head_dim=64)]
     unusual.append(row("ours", 3.0, head_dim=192, head_dim_v=128))
+    unusual += [row("flash", 4.0, batch=1), row("flash", 5.0, heads=8, heads_k=8), row("cudnn", 6.0, kind="graph")]
     second["rows"] += unusual
     assert writer.rates([table, second]) == {
         (128, False, "ours"): {4096: 600.0},
