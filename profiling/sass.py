@@ -119,4 +119,5 @@ def main(words):
 
 
 if __name__ == "__main__":
+    sass_diff.end_in_order()
     sys.exit(main(sys.argv[1:]))

@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -118,6 +119,11 @@ def finish(process, folder, revision):
     if process.wait():
         raise OtherCommit(f"{revision} does not compile: {_last_line(Path(folder, 'errors').read_text())}")
     return {path.stem: path.read_bytes() for path in Path(folder).glob("*.cubin")}
+
+
+def end_in_order():
+    """Let SIGTERM, as Ctrl-C does, pass through what stands behind ``finally``, where the temporary checkout goes."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
 def _git(root, *arguments):

@@ -58,14 +58,18 @@ def say(text):
     print(text, file=sys.stderr, flush=True)
 
 
+def asked(chosen, options):
+    """The Plan of the table without what the options take out."""
+    return chosen._replace(
+        pingpong=chosen.pingpong and not options.no_pingpong, overlap=chosen.overlap and not options.no_overlap
+    )
+
+
 def launched(options, case):
     """The case's kernel as a Launch."""
     q, k, v = case.inputs("cuda")
     problem = Problem.from_tensors(q, k, v, causal=case.causal)
-    chosen = plan.choose(problem.static)
-    chosen = chosen._replace(
-        pingpong=chosen.pingpong and not options.no_pingpong, overlap=chosen.overlap and not options.no_overlap
-    )
+    chosen = asked(plan.choose(problem.static), options)
     recipe = launch.prepare(problem, q, k, v, plan=chosen)
     out = torch.empty_like(recipe.out)
     return Launch(lambda: launch.execute(recipe, q, k, v, out)), chosen

@@ -1,6 +1,7 @@
 """`make sass`: our kernels against their committed baseline, and how figures and differences are made."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -218,6 +219,22 @@ def test_difference_to_another_commit(history, monkeypatch, capsys):
         sass.print_difference("none", [], history)
     left = subprocess.run(["git", "-C", str(history), "worktree", "list"], capture_output=True, text=True)
     assert len(left.stdout.splitlines()) == 1
+
+
+def test_an_ended_comparison_leaves_no_checkout(history):
+    code = (
+        "import sys, time, sass_diff; sass_diff.end_in_order()\n"
+        "with sass_diff.checkout(sys.argv[1], 'new') as path: print(path, flush=True); time.sleep(60)"
+    )
+    environment = os.environ | {"PYTHONPATH": f"{sass_diff.FOLDER}:{sass_diff.FOLDER.parent}"}
+    command = [sys.executable, "-c", code, str(history)]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        path = Path(process.stdout.readline().strip())
+        assert path.is_dir()
+        process.terminate()
+        assert process.wait(20) == 143
+    left = subprocess.run(["git", "-C", str(history), "worktree", "list"], capture_output=True, text=True)
+    assert not path.exists() and len(left.stdout.splitlines()) == 1
 
 
 def test_a_report_is_written_for_people_and_programs(monkeypatch, tmp_path, capsys):

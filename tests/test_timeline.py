@@ -131,6 +131,18 @@ def test_report_and_files_come_back_from_the_json(tmp_path):
     assert (again / f"{stem}.png").stat().st_size > 10_000
 
 
+def test_options_take_out_what_they_name_and_nothing_else():
+    table = plan.choose(Static("bfloat16", 128, 128, True, False, False))
+    assert table.pingpong and table.overlap
+    for words, pingpong, overlap in (
+        ([], True, True),
+        (["--no-pingpong"], False, True),
+        (["--no-overlap"], True, False),
+    ):
+        found = timeline.asked(table, timeline.parser().parse_args(words))
+        assert found == table._replace(pingpong=pingpong, overlap=overlap)
+
+
 def test_perfetto_events_are_complete():
     events = warps.perfetto("attention", 7, document()["warps"], document()["phases"])["traceEvents"]
     rows = {event["args"]["name"]: event["tid"] for event in events if event["name"] == "thread_name"}
