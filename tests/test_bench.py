@@ -214,6 +214,18 @@ def test_a_folder_that_takes_no_results_is_said_before_measuring(tmp_path):
     assert list((tmp_path / "new").iterdir()) == []
 
 
+def test_the_commit_says_where_files_differ_from_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(environment, "ROOT", tmp_path)
+    assert environment.commit() is None
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=t", "-c", "user.email=t@example.org"]
+    (tmp_path / "file").write_text("one")
+    for words in (["init"], ["add", "."], ["commit", "-m", "first"]):
+        subprocess.run([*git, *words], check=True, capture_output=True)
+    clean = environment.commit()
+    (tmp_path / "file").write_text("two")
+    assert len(clean) == 12 and environment.commit() == f"{clean}-dirty"
+
+
 def test_clock_samples_are_taken_from_the_cell_on():
     clocks = environment.Clocks()
     assert clocks.since(0.0) == (None, None)

@@ -211,6 +211,7 @@ def test_the_reading_follows_the_figures(figures):
         wide.startswith("Nearest bound: tensor cores")
         and "0.628 instead of 0.790 ms" in wide
         and "products 9.0 %" in wide
+        and "DRAM moves 1.11 times the least, L2 1.00 times" in wide
     )
     assert narrow.startswith("Nearest bound: MUFU") and "next tensor cores (WGMMA), 60 %" in narrow
     metrics = dict(

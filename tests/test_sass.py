@@ -252,6 +252,8 @@ def test_a_report_is_written_for_people_and_programs(monkeypatch, tmp_path, caps
     }
     size = found["kernels"]["d128-dense"]["unmasked"]["instructions"]
     assert f"| d128-dense, unmasked | 16 | 66 | 68 | 66 | 64 | 68 | 32 | 4 | 2 | 4 | 0 | {size} |" in page
+    clocks = f"| d128-dense | 2048 | {2 * size} | 1056 | 396 | tensor | 100% | {2 * size / 2048:.0%} |"
+    assert clocks in page
     assert "| d128-dense | 128x128 | 2 | 168 / 24 / 240 | 0 | 0 | 0 | 197632 |" in page
 
 
