@@ -47,7 +47,9 @@ def test_committed_results_are_drawn_again(tmp_path):
 def test_lengths_say_what_they_show():
     pytest.importorskip("matplotlib")
     facts, rows = tables.read(COMMITTED.with_suffix(".json"))
-    words = words_of(plots.rates(rows, facts))
+    figure = plots.rates(rows, facts)
+    words, top = words_of(figure), figure.axes[0].get_ylim()[1]
+    assert max(row.teraflops for row in rows if row.kind == "kernel") < top < 1000
     for word in ("TFLOP/s", "length (queries = keys)", "NVIDIA H200, 2026-11-29", "head_dim 256, causal", "16k",
                  "hopper_fa3", "FlashAttention-4", "matrix product 8192³", "16384 tokens"):  # fmt: skip
         assert word in words
@@ -66,7 +68,8 @@ def test_decoding_shows_times_and_the_copy():
         "some GPU, 2026-11-29",
     ):
         assert word in words
-    assert "launches one by one" in words
+    assert "launches one by one" in words and "batch 32\n8k keys\n(fit" not in words
+    assert "batch 1\n8k keys\n(fit the L2 cache)" in words
     heights = {bar.get_height() for container in figure.axes[0].containers for bar in container}
     assert heights == {row.tb_per_s for row in decode_rows()}
     graphs = [row._replace(kind="graph", microseconds=row.microseconds / 2) for row in decode_rows()]

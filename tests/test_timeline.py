@@ -191,6 +191,7 @@ def test_marks_are_absent_from_normal_builds(monkeypatch):
     marked = []
     monkeypatch.setattr(phases.iket, "mark", marked.append)
     assert normal == compiling.cubin(static, chosen)
+    assert set(marked) <= set(phases.Phase.__members__)  # what warps.py reads
     assert len(phases.Phase) <= 31  # the trace's five bits
     assert machine_code.report(tracing).counts["PMTRIG"] == len(marked) > 40
 
