@@ -65,6 +65,12 @@ def wrong(options):
     if options.suite == "decode" and set_here:
         words = ", ".join(f"--{name.replace('_', '-')}" for name in set_here)
         return f"the decode suite has shapes of its own, got {words}"
+    if min(options.rounds, options.group, *options.head_dims, *options.seqlens) < 1:
+        return "bench needs --rounds, --group, --head-dims and --seqlens of at least 1"
+    if options.tokens < max(options.seqlens) or options.width < options.group * max(options.head_dims):
+        return (
+            "bench needs --tokens for the longest of --seqlens, --width for --group heads of the largest of --head-dims"
+        )
     return None
 
 

@@ -198,6 +198,10 @@ def test_a_cell_without_ours_still_measures_the_peers(suite, monkeypatch):
         (["--peers", "fa4,fa5"], "bench knows the peers fa4,"),
         (["--suite", "decode", "--seqlens", "512"], "the decode suite has shapes of its own, got --seqlens"),
         (["--from", "nowhere.json"], "bench cannot read nowhere.json"),
+        (["--rounds", "0"], "bench needs --rounds"),
+        (["--seqlens", "512,0"], "bench needs --rounds"),
+        (["--seqlens", "32768"], "bench needs --tokens for the longest"),
+        (["--group", "16"], "bench needs --tokens for the longest"),
     ],
 )
 def test_wrong_options_are_answered_in_one_line(words, said, capsys):
