@@ -191,7 +191,7 @@ def test_the_page_tells_the_figures(figures):
     for told in (
         "# Nsight Compute: d128-causal-s8192 on NVIDIA H200, 2026-11-29", "commit 0123456789ab", "ncu 2025.3.1",
         "**0.790 ms, 696 TFLOP/s**", "SM clock 1645 of at most 1980 MHz", "then 24 for the producer and 240",
-        "| tensor cores (WGMMA) | 79.5 |", "| L2 to SMs | 4429.3 | 4429.2 | 1.000 |",
+        "| tensor cores (WGMMA) | 79.5 |", "| L2 to SMs | 4429.3 | 4429.2 | 1.000 | 5.61 |",
         "| DRAM | 298.1 | 269.5 | 1.106 |", "235,441 of 88,935,834", "| mbarrier | 79.7 | 3.3 |",
         "| kernels/softmax.py:86 | 25.0 % |", "No sample fell on: consumers, masked loop.",
     ):  # fmt: skip
