@@ -139,6 +139,22 @@ def test_a_result_file_is_drawn_again(tmp_path, capsys):
         assert (folder / name).read_bytes().startswith(b"\x89PNG")
 
 
+def test_pictures_hold_all_points_and_the_longest_lengths():
+    plots = pytest.importorskip("matplotlib") and view.plots
+    names = ("matmul", "standard", "ours")
+    measured = points(names, 1024, 300.0) + points(names)
+    for draw in (view.roofline, view.ladder):
+        figure = draw(measured, FACTS)
+        (axis,) = figure.axes
+        if draw is view.ladder:
+            assert axis.get_title().endswith("length 8192") and {bar.get_height() for bar in axis.patches} == {400.0}
+        else:
+            (left, right), (bottom, top) = axis.get_xlim(), axis.get_ylim()
+            assert all(left < one.intensity < right for one in measured if one.name != "matmul")
+            assert bottom < 300 and 400 < top and left < 200 < right  # the ridge
+        plots.close(figure)
+
+
 def test_cases_take_the_usual_lengths_or_their_own():
     usual = roofline.cases(roofline.parser().parse_args([]))
     assert [(case.head_dim, case.causal, case.seqlen_q) for case in usual] == [

@@ -100,6 +100,7 @@ def test_steady_blocks_do_not_cross_the_end_of_a_tile():
     warp = warps.Warp(4, 0, 120, tuple(marks))
     assert warps.steady(warp, 3) == (60, 90)
     assert warps.steady(warp, 99) == (0, 40)
+    assert warps.steady(warp, 1) == (60, 70)  # nearest to the middle of 0 to 120
     with pytest.raises(ValueError, match="a block of keys"):
         warps.steady(warps.Warp(4, 0, 9, ((0, "EPILOGUE"), (9, "EXIT"))), 3)
 

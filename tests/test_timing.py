@@ -157,7 +157,8 @@ def test_ratios_compare_rates_and_host_times():
 
 
 def test_written_results_hold_every_row(tmp_path):
-    markdown, table, document = tables.write(tmp_path / "new", "stem", {"gpu": "some", "date": "today"}, ROWS)
+    facts = {"gpu": "some", "date": "today", "commit": "abc"}
+    markdown, table, document = tables.write(tmp_path / "new", "stem", facts, ROWS)
     text = markdown.read_text()
     assert "- gpu: some" in text
     assert "| 128 | 512 | causal | 600 | 500 | 750 | 1.20 | 0.80 | 1.0% | 1755 |  |" in text
