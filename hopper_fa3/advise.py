@@ -266,7 +266,11 @@ def verdict_lines(shape, here, share, times, speedups):
     if hosted(times):
         yield row("at this size", "of kernels alone, as inside a CUDA graph: elsewhere the host decides (above)")
     for name, speedup in speedups.items():
-        text = judged(share, speedup) + ("" if times[name].measured else " (its time is the model's)")
+        text = judged(share, speedup)
+        if not times[name].measured and speedup <= 1:
+            text = "unknown: its time is the model's, the least possible, and not above ours"
+        elif not times[name].measured:
+            text += " (its time is the model's)"
         if name == "standard" and not fits(shape, here):
             text = f"it does not fit in {size(here.memory)}: the question is not speed, only a fused kernel runs"
         yield row(f"from {LABELS[name]}", text)

@@ -6,6 +6,7 @@ cannot tell from that of other clocks: it gives the time with and without them.
 """
 
 import argparse
+import gzip
 import json
 import subprocess
 import sys
@@ -244,13 +245,14 @@ def write(folder, document):
     variant = "".join(f"-no-{word}" for word in ("pingpong", "overlap") if not chosen[word])
     stem = environment.stem(f"timeline-{document['case']}{variant}", document["environment"])
     perfetto = reading.perfetto(document["kernel"], _shown(document).sm, document["warps"], document["phases"])
-    texts = {
-        "json": json.dumps(document, separators=(",", ":")) + "\n",
-        "perfetto.json": json.dumps(perfetto, separators=(",", ":")) + "\n",
-        "md": report(document),
+    files = {
+        "json": f"{json.dumps(document, separators=(',', ':'))}\n".encode(),
+        # Perfetto reads it as it is; without a time in it, equal traces are equal files
+        "perfetto.json.gz": gzip.compress(json.dumps(perfetto, separators=(",", ":")).encode(), mtime=0),
+        "md": report(document).encode(),
     }
-    for ending, text in texts.items():
-        (folder / f"{stem}.{ending}").write_text(text)
+    for ending, content in files.items():
+        (folder / f"{stem}.{ending}").write_bytes(content)
         say(f"wrote {folder / stem}.{ending}")
     plots.draw(folder / f"{stem}.png", picture, document)
 

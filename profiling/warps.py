@@ -163,14 +163,16 @@ def shares(warp):
 
 
 def perfetto(kernel, sm, warps, names):
-    """The CTA as a dict in the Trace Event Format, which ui.perfetto.dev opens: a row a warp for its phases, and one
-    below for its products in flight. ``names``: phase -> what people read.
+    """The CTA as a dict in the Trace Event Format, which ui.perfetto.dev opens: a row a warp for its phases, and
+    below it a row a product: what overlaps in one row would not be shown. ``names``: phase -> what people read.
     """
     events = [{"ph": "M", "pid": sm, "name": "process_name", "args": {"name": f"{kernel}, SM {sm}"}}]
     for warp in warps:
         rows = {warp.number: (warp.role, [phase._replace(name=names[phase.name]) for phase in warp.phases])}
-        if warp.products:
-            rows[warp.number + 1] = (f"{warp.role}: products in flight", warp.products)
+        for below, product in enumerate(PRODUCTS, 1):
+            found = [one for one in warp.products if one.name == product]
+            if found:
+                rows[warp.number + below] = (f"{warp.role}: {product} in flight", found)
         for row, (name, intervals) in rows.items():
             events.append({"ph": "M", "pid": sm, "tid": row, "name": "thread_name", "args": {"name": name}})
             events += [

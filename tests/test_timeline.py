@@ -1,5 +1,8 @@
 """The timeline: reading a trace, its arithmetic, its files; and marks that cost a normal build nothing."""
 
+import gzip
+import itertools
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -119,7 +122,7 @@ def test_report_and_files_come_back_from_the_json(tmp_path):
     timeline.write(tmp_path, document())
     stem = "timeline-d128-causal-s512-no-overlap-nvidia-h200-2026-01-02"
     assert {file.name for file in tmp_path.iterdir()} == {
-        f"{stem}.{ending}" for ending in ("json", "md", "perfetto.json", "png")
+        f"{stem}.{ending}" for ending in ("json", "md", "perfetto.json.gz", "png")
     }
     text = (tmp_path / f"{stem}.md").read_text()
     assert "span 1.2 µs with the marks; without them the kernel takes 1.1 µs (+4.3%)" in text
@@ -128,7 +131,8 @@ def test_report_and_files_come_back_from_the_json(tmp_path):
     again = tmp_path / "again"
     assert timeline.main(["--from", str(tmp_path / f"{stem}.json"), "--out", str(again)]) == 0
     assert (again / f"{stem}.md").read_text() == text
-    assert (again / f"{stem}.perfetto.json").read_text() == (tmp_path / f"{stem}.perfetto.json").read_text()
+    assert (again / f"{stem}.perfetto.json.gz").read_bytes() == (tmp_path / f"{stem}.perfetto.json.gz").read_bytes()
+    assert json.loads(gzip.decompress((again / f"{stem}.perfetto.json.gz").read_bytes()))["traceEvents"]
     assert (again / f"{stem}.png").stat().st_size > 10_000
 
 
@@ -148,9 +152,17 @@ def test_perfetto_events_are_complete():
     events = warps.perfetto("attention", 7, document()["warps"], document()["phases"])["traceEvents"]
     rows = {event["args"]["name"]: event["tid"] for event in events if event["name"] == "thread_name"}
     assert list(rows) == [
-        "producer", "consumer 0", "consumer 0: products in flight", "consumer 1", "consumer 1: products in flight"
+        "producer", "consumer 0", "consumer 0: QKᵀ in flight", "consumer 0: PV in flight", "consumer 1",
+        "consumer 1: QKᵀ in flight",
     ]  # fmt: skip
-    assert len(set(rows.values())) == 5
+    assert len(set(rows.values())) == 6
+    for row in rows.values():  # Perfetto shows only intervals that do not overlap
+        times = sorted(
+            (event["ts"], event["ts"] + event["dur"])
+            for event in events
+            if event.get("tid") == row and event["ph"] == "X"
+        )
+        assert all(before[1] <= after[0] + 1e-9 for before, after in itertools.pairwise(times))
     mine = [event for event in events if event["ph"] == "X" and event["tid"] == rows["consumer 0"]]
     assert sum(event["dur"] for event in mine) == pytest.approx(0.890)
     assert {"name": "exponentials", "ts": 0.4, "dur": 0.2}.items() <= mine[-3].items()
@@ -205,7 +217,7 @@ def test_a_traced_launch_covers_its_time(tmp_path):
         capture_output=True, text=True, timeout=240,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    (file,) = [file for file in tmp_path.glob("*.json") if "perfetto" not in file.name]
+    (file,) = tmp_path.glob("*.json")
     found = timeline.loaded(file)
     assert [warp.role for warp in found["warps"]] == ["producer", "consumer 0", "consumer 1", "consumer 2"]
     assert all(warp.coverage >= 0.9 for warp in found["warps"])
