@@ -41,13 +41,13 @@ def main_loops(instructions):
     """
     graph = flow(instructions)
     found = loops(graph)
-    consumers = innermost(graph, found, "HGMMA")
+    consumers = [iteration(graph, loop, found) for loop in innermost(graph, found, "HGMMA")]
     if len(consumers) != 2:
         raise ValueError(f"the consumer must have two innermost loops with HGMMA, got {_described(consumers)}")
     unmasked, masked = sorted(consumers, key=lambda loop: count(loop, "FSEL"))
     if count(unmasked, "HGMMA") != count(masked, "HGMMA") or count(unmasked, "FSEL") == count(masked, "FSEL"):
         raise ValueError(f"one of two equal loops must select scores by FSEL, got {_described(consumers)}")
-    producers = innermost(graph, found, "UTMALDG")
+    producers = [iteration(graph, loop, found) for loop in innermost(graph, found, "UTMALDG")]
     if len(producers) != 1:
         raise ValueError(f"the producer must have one innermost loop with UTMALDG, got {_described(producers)}")
     return MainLoops(unmasked, masked, producers[0])
@@ -58,10 +58,9 @@ def count(instructions, family):
 
 
 def innermost(graph, found, family):
-    """One iteration of each loop that holds such an instruction while no loop inside it does."""
+    """The Loops that hold such an instruction while no loop inside them does."""
     holding = [loop for loop in found if any(count(graph.blocks[number], family) for number in loop.members)]
-    inner = [loop for loop in holding if not any(other.members < loop.members for other in holding)]
-    return [iteration(graph, loop, found) for loop in inner]
+    return [loop for loop in holding if not any(other.members < loop.members for other in holding)]
 
 
 def iteration(graph, loop, found):
@@ -70,7 +69,7 @@ def iteration(graph, loop, found):
     A loop inside polls a barrier. ValueError where every path leads through one.
     """
     inside = {other.header for other in found if other.members < loop.members}
-    seen = _reached(loop.header, lambda number: graph.follow[number] & loop.members - inside)
+    seen = reached(loop.header, lambda number: graph.follow[number] & loop.members - inside)
     if not any(loop.header in graph.follow[number] for number in seen):
         address = graph.blocks[loop.header][0].address
         raise ValueError(
@@ -86,7 +85,7 @@ def loops(graph):
     members = {}
     for number, above in dominators.items():
         for header in graph.follow[number] & above:
-            body = _reached(number, lambda at, header=header: set() if at == header else before[at])
+            body = reached(number, lambda at, header=header: set() if at == header else before[at])
             members.setdefault(header, {header}).update(body)
     return [Loop(header, frozenset(inside)) for header, inside in members.items()]
 
@@ -106,10 +105,10 @@ def flow(instructions):
         last = instructions[end - 1]
         if last.family in UNNAMED:
             raise ValueError(f"a branch must name its target, got {last.text} at {last.address:#x}")
-        reached = {numbers[_target(labels, last)]} if last.family == "BRA" else set()
+        after = {numbers[_target(labels, last)]} if last.family == "BRA" else set()
         if end < len(instructions) and (last.predicate or last.family not in ENDS):
-            reached.add(numbers[end])
-        follow.append(reached)
+            after.add(numbers[end])
+        follow.append(after)
         for i in range(start, end):
             meets = i + 1 < len(instructions) and meetings.intersection(instructions[i + 1].labels)
             if instructions[i].family == "BSYNC" and not meets:
@@ -128,7 +127,7 @@ def _target(labels, branch):
 
 def _dominators(graph):
     """For each block that the first one reaches: the blocks on every path to it, itself included."""
-    reachable = _reached(0, lambda number: graph.follow[number])
+    reachable = reached(0, lambda number: graph.follow[number])
     before = {number: [other for other in reachable if number in graph.follow[other]] for number in reachable}
     found = {number: set(reachable) for number in reachable} | {0: {0}}
     changed = True
@@ -141,7 +140,7 @@ def _dominators(graph):
     return found
 
 
-def _reached(start, step):
+def reached(start, step):
     """All that repeated steps reach from ``start``, itself included."""
     seen, ahead = {start}, [start]
     while ahead:

@@ -47,9 +47,9 @@ def roles(sampled):
         following | {starts[row.target] for row in block if row.family == "CALL" and row.target in starts}
         for block, following in zip(graph.blocks, graph.follow, strict=True)
     ]
-    found = dict.fromkeys(reached(0, after), SETUP)
-    found |= dict.fromkeys(reached(_block(graph, "USETMAXREG.DEALLOC"), after), PRODUCER)
-    found |= dict.fromkeys(reached(_block(graph, "USETMAXREG.TRY_ALLOC"), after), REST)
+    found = dict.fromkeys(loops.reached(0, after.__getitem__), SETUP)
+    found |= dict.fromkeys(loops.reached(_block(graph, "USETMAXREG.DEALLOC"), after.__getitem__), PRODUCER)
+    found |= dict.fromkeys(loops.reached(_block(graph, "USETMAXREG.TRY_ALLOC"), after.__getitem__), REST)
     for rank, loop in enumerate(product_loops(graph)):
         found |= dict.fromkeys(loop.members, MASKED if rank else MAIN)
     return [found.get(number) for number, block in enumerate(graph.blocks) for _ in block]
@@ -57,25 +57,10 @@ def roles(sampled):
 
 def product_loops(graph):
     """The innermost natural loops with HGMMA, those with few FSEL first; ValueError where there is none."""
-
-    def count(loop, family):
-        return sum(loops.count(graph.blocks[number], family) for number in loop.members)
-
-    holding = [loop for loop in loops.loops(graph) if count(loop, "HGMMA")]
-    inner = [loop for loop in holding if not any(other.members < loop.members for other in holding)]
+    inner = loops.innermost(graph, loops.loops(graph), "HGMMA")
     if not inner:
         raise ValueError("the kernel must have a loop with HGMMA, got none")
-    return sorted(inner, key=lambda loop: count(loop, "FSEL"))
-
-
-def reached(start, after):
-    """Numbers of the blocks that control reaches from ``start``, itself included."""
-    seen, ahead = {start}, [start]
-    while ahead:
-        new = after[ahead.pop()] - seen
-        seen |= new
-        ahead += new
-    return seen
+    return sorted(inner, key=lambda loop: sum(loops.count(graph.blocks[number], "FSEL") for number in loop.members))
 
 
 def register_budget(sampled):
