@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 from . import measured, plan, roofline
 from .info import hopper_missing
+from .kernels.config import SHORT_DTYPES
 
-DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
+DTYPES = {short: name for name, short in SHORT_DTYPES.items()}
 UNITS = {"MB": 10**6, "GB": 10**9, "TB": 10**12, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 MEMORY = re.compile(r"(\d+(?:\.\d+)?) ?([MGT]i?B)", re.IGNORECASE)
 DEFAULT_MEMORY = "80GB"  # an H100; where there is a GPU, its own
@@ -20,7 +21,6 @@ LONGEST = 2**30 - 1  # what the kernel takes (problem.py)
 # Two runs of the same code differ by a few per cent near the power limit, and the rounds of one run spread by 4 to 16 %
 # from length 2048 on (profiling/results): a smaller gain can hardly be told from noise.
 WORTH = 0.05
-L2_BYTES = 50 * 10**6  # of an H100 or H200 (NVIDIA's H100 white paper): scores that stay there make no HBM traffic
 ROOFS = roofline.Roofs(measured.MATMUL_TERAFLOPS, measured.COPY_TERABYTES)
 LABELS = {"ours": "hopper_fa3", "standard": "standard attention", "cudnn": "torch SDPA (cuDNN)", "fa4": "flash-attn-4"}
 
@@ -172,7 +172,7 @@ def fits(shape, here):
 
 
 def heading_lines(shape, here):
-    mask, dtype = "causal" if shape.causal else "dense", next(k for k, v in DTYPES.items() if v == shape.dtype)
+    mask, dtype = "causal" if shape.causal else "dense", SHORT_DTYPES[shape.dtype]
     yield (
         f"Attention, forward pass: batch {shape.batch}, length {shape.seqlen_q}, {shape.heads} heads, "
         f"{shape.heads_k} K/V heads, head_dim {shape.head_dim}, {mask}, {dtype}"
@@ -205,10 +205,9 @@ def traffic_lines(shape):
     yield row("", f"fused moves {less:,.0f} times fewer bytes")
     roofs = f"matrix product {ROOFS.teraflops} TFLOP/s, copy {ROOFS.terabytes} TB/s"
     yield row("ridge between the bounds", f"{ROOFS.ridge:.0f} FLOP/byte ({roofs})")
-    if roofline.score_bytes(shape) < L2_BYTES:
-        yield row(
-            "", f"the scores may stay in the {size(L2_BYTES)} of L2: traffic and time of the standard way are then less"
-        )
+    if roofline.score_bytes(shape) < roofline.L2_BYTES:
+        cache = size(roofline.L2_BYTES)
+        yield row("", f"the scores may stay in the {cache} of L2: traffic and time of the standard way are then less")
 
 
 def hosted(times):

@@ -9,6 +9,7 @@ WGMMA_M = 64  # rows that one warpgroup's WGMMA computes
 SHARED_MEMORY_LIMIT = 232_448  # bytes a CTA may use on sm_90: 227 KiB
 SHARED_ALIGNMENT = 1024  # bytes; the 128-byte swizzle of TMA and WGMMA repeats every 1024
 ELEMENT_BYTES = 2  # bf16 and fp16
+SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16"}  # what kernels are built for, as names say it
 
 OTHER_REGISTERS = 24  # addresses, row statistics and loop state: seen in the compiled kernels
 # Registers per thread after setmaxnreg, by number of consumer warpgroups: (producer, consumer). The sum over
@@ -39,9 +40,8 @@ class ForwardConfig:
         """Readable kernel name for profilers."""
         mask = "causal" if self.right_bound else "dense"
         dims = f"d{self.head_dim}" if self.head_dim == self.head_dim_v else f"d{self.head_dim}v{self.head_dim_v}"
-        short = {"bfloat16": "bf16", "float16": "fp16"}[self.dtype]
         sign = "_negative_scale" if self.negative_scale else ""
-        return f"hopper_fa3_forward_{dims}_{mask}_{short}_{self.tile_m}x{self.tile_n}{sign}"
+        return f"hopper_fa3_forward_{dims}_{mask}_{SHORT_DTYPES[self.dtype]}_{self.tile_m}x{self.tile_n}{sign}"
 
     @property
     def consumer_warpgroups(self):
@@ -103,7 +103,7 @@ class ForwardConfig:
                 self.head_dim_v in HEAD_DIM_CLASSES,
                 f"head_dim_v class must be one of {HEAD_DIM_CLASSES}, got {self.head_dim_v}",
             ),
-            (self.dtype in ("bfloat16", "float16"), f"dtype must be bfloat16 or float16, got {self.dtype}"),
+            (self.dtype in SHORT_DTYPES, f"dtype must be bfloat16 or float16, got {self.dtype}"),
             (self.tile_m in (64, 128, 192), f"tile_m must be 64, 128 or 192, got {self.tile_m}"),
             # 16 is the depth of one WGMMA step of P V; 256 the widest WGMMA.
             (

@@ -8,7 +8,6 @@ import argparse
 import statistics
 import sys
 import time
-from pathlib import Path
 from typing import NamedTuple
 
 import cost
@@ -17,13 +16,12 @@ import plots
 import selection
 import tables
 import torch
-from bench import AGREEMENT, RESULTS, say
-from progress import Progress
+from bench import AGREEMENT
+from progress import Progress, say
 from suites import apart, ours_kernel
 from timing import EventClock, interleaved
 
 from hopper_fa3 import plan as planning
-from hopper_fa3.info import hopper_missing
 from hopper_fa3.problem import Problem
 
 CASES = "d128-causal,d128-dense,d64-dense,d64-causal"
@@ -77,9 +75,7 @@ def parser():
     what = f"words as in {selection.FORM}, of which only d is needed, separated by commas (default: %(default)s)"
     root.add_argument("--case", "--cases", dest="cases", metavar="CASE,...", default=CASES, help=what)
     root.add_argument("--rounds", type=int, default=11)
-    root.add_argument("--out", type=Path, help="folder of the result files (default: profiling/results, or FILE's)")
-    root.add_argument("--commit", help="recorded where this is no git checkout")
-    root.add_argument("--from", dest="source", type=Path, metavar="FILE.json", help="measure nothing: draw these again")
+    tables.output_options(root)
     return root
 
 
@@ -185,21 +181,22 @@ def noise(rows):
 def markdown(rows):
     """The table, what its differences mean, and the paper's figures."""
     floor = noise(rows)
-    lines = ["### ablation, TFLOP/s", ""]
-    lines.append("| case | tiles | version | TFLOP/s | spread | of full | difference | SM MHz | W |")
-    lines.append("|" + " --- |" * 9)
+    head = ("case", "tiles", "version", "TFLOP/s", "spread", "of full", "difference", "SM MHz", "W")
+    lines = []
     for row in rows:
         clock, power = ("" if value is None else f"{value:.0f}" for value in (row.sm_clock, row.power))
         version = f"{row.version} (in use)" if row.in_use else row.version
         tiles = f"{row.tile_m} × {row.tile_n}, {row.stages} stages"
         figures = (f"{row.teraflops:.0f}", f"{row.spread:.1%}", f"{row.of_full:.3f}", meaning(row, floor))
-        lines.append(f"| {' | '.join((row.case, tiles, version, *figures, clock, power))} |")
-    lines += [
+        lines.append((row.case, tiles, version, *figures, clock, power))
+    text = [
+        "### ablation, TFLOP/s",
+        "",
+        *tables.grid(head, lines),
         "",
         f"Noise: timed twice, full differed from itself by up to {floor:.1%}. A smaller difference means nothing.",
     ]
-    lines += ["", NO_ROW, "", PAPER, ""]
-    return "\n".join(lines)
+    return "\n".join([*text, "", NO_ROW, "", PAPER, ""])
 
 
 def meaning(row, floor):
@@ -238,40 +235,19 @@ def bars(rows, facts):
     return figure
 
 
-def redraw(options):
-    """Table and picture of a result file, again."""
-    try:
-        facts, rows = tables.read(options.source, Version)
-    except (OSError, ValueError) as error:
-        say(f"ablation cannot read {options.source}: {error}")
-        return 2
-    folder = options.out or options.source.parent
-    unwritable = environment.unwritable(folder)
-    if unwritable:
-        say(f"ablation: {unwritable}")
-        return 2
-    print(markdown(rows))
-    say(f"wrote {tables.write_text(folder / f'{options.source.stem}.md', facts, markdown(rows))}")
-    plots.draw(folder / f"{options.source.stem}.png", bars, rows, facts)
-    return 0
-
-
 def main(words=None):
     options = parser().parse_args(words)
     if options.source:
-        return redraw(options)
+        return tables.redraw("ablation", options, markdown, bars, Version)
     try:
         cases = [selection.case(word) for word in options.cases.split(",")]
     except ValueError as error:
         say(f"ablation: {error}")
         return 2
-    missing = hopper_missing()
-    if missing:
-        say(f"ablation needs an sm_90 GPU (H100, H200): {missing}")
-        return 2
-    unwritable = environment.unwritable(options.out or RESULTS)
-    if unwritable:
-        say(f"ablation: {unwritable}")
+    folder = options.out or environment.RESULTS
+    obstacle = environment.obstacle("ablation", folder)
+    if obstacle:
+        say(obstacle)
         return 2
     progress = Progress(len(cases) * (len(VERSIONS) + 1))
     with torch.no_grad(), environment.Clocks() as clocks:
@@ -284,7 +260,7 @@ def main(words=None):
         return 1
     facts = environment.describe({}, options.commit) | {"rounds": options.rounds}
     print(markdown(rows))
-    folder, stem = options.out or RESULTS, environment.stem("ablation", facts)
+    stem = environment.stem("ablation", facts)
     for path in tables.write(folder, stem, facts, rows, markdown(rows)):
         say(f"wrote {path}")
     plots.draw(folder / f"{stem}.png", bars, rows, facts)

@@ -10,22 +10,18 @@ a warm call spends on the host).
 import argparse
 import sys
 import time
-from pathlib import Path
 
-import cost
 import environment
 import plots
 import tables
 import torch
 from peers import PEERS, REFUSALS, refusal
 from peers import versions as peer_versions
-from progress import Progress
-from suites import OURS, SHORT, SUITES, Inputs, apart, ceiling_rates, ceilings
+from progress import Progress, say
+from selection import TOKENS, WIDTH
+from suites import OURS, SHORT, SUITES, Inputs, apart, ceiling_facts, ceiling_rates, ceilings
 from timing import EventClock, HostClock, Launch, interleaved
 
-from hopper_fa3.info import hopper_missing
-
-RESULTS = Path(__file__).resolve().parent / "results"
 HOST_SECONDS = 0.005
 LONGEST_ROUND, SHORTEST_ROUND = 0.04, 0.004  # seconds a callable gets in one round
 AGREEMENT = 0.02  # of the largest output: two bf16 kernels differ by their rounding, far less than this
@@ -42,17 +38,15 @@ def parser():
     root.add_argument("--head-dims", type=numbers, default=[64, 128, 256], metavar="D,...")
     root.add_argument("--seqlens", type=numbers, default=[512, 1024, 2048, 4096, 8192, 16384], metavar="S,...")
     root.add_argument("--causal", choices=("both", "yes", "no"), default="both")
-    root.add_argument("--tokens", type=int, default=16384, help="batch * length (default: %(default)s)")
-    root.add_argument("--width", type=int, default=2048, help="heads * head_dim (default: %(default)s)")
+    root.add_argument("--tokens", type=int, default=TOKENS, help="batch * length (default: %(default)s)")
+    root.add_argument("--width", type=int, default=WIDTH, help="heads * head_dim (default: %(default)s)")
     root.add_argument("--group", type=int, default=1, help="query heads per K/V head (default: %(default)s)")
     root.add_argument("--peers", default=",".join(PEERS), help="of %(default)s")
     root.add_argument("--rounds", type=int, default=7)
     root.add_argument("--graph", action="store_true", help=f"also replay CUDA graphs: lengths {SHORT}, all of decode")
     root.add_argument("--host", action="store_true", help="also time the host side of warm calls")
     root.add_argument("--budget", type=float, default=270, help="seconds: rounds get shorter, then cells are left out")
-    root.add_argument("--out", type=Path, help="folder of the result files (default: profiling/results, or FILE's)")
-    root.add_argument("--commit", help="recorded where this is no git checkout")
-    root.add_argument("--from", dest="source", type=Path, metavar="FILE.json", help="measure nothing: draw these again")
+    tables.output_options(root)
     return root
 
 
@@ -72,10 +66,6 @@ def wrong(options):
             "bench needs --tokens for the longest of --seqlens, --width for --group heads of the largest of --head-dims"
         )
     return None
-
-
-def say(text):
-    print(text, file=sys.stderr, flush=True)
 
 
 def pace(seconds_left, cells_left, callables, rounds):
@@ -106,10 +96,7 @@ class Bench:
         launches = ceilings()
         times = interleaved(launches, EventClock(), rounds=self.options.rounds)
         self.ceiling = launches[self.suite.ceiling]
-        return {
-            "matmul_tflops": round(cost.matmul_flops() / times["matmul"].median * 1e-12, 1),
-            "copy_tb_per_s": round(cost.copy_traffic() / times["copy"].median * 1e-12, 3),
-        }
+        return ceiling_facts(times)
 
     def made(self, entrant, tensors, make, what=""):
         """``make(entrant, tensors)``, kind -> Launch, each called once; {} where the entrant does not take these
@@ -244,36 +231,14 @@ def facts_of(options, found, left_out):
     return facts | {"left out": "; ".join(f"{name}: {why}" for name, why in left_out) or "nothing"}
 
 
-def redraw(options):
-    """Table and picture of a result file, again."""
-    try:
-        facts, rows = tables.read(options.source)
-    except (OSError, ValueError) as error:
-        say(f"bench cannot read {options.source}: {error}")
-        return 2
-    folder = options.out or options.source.parent
-    unwritable = environment.unwritable(folder)
-    if unwritable:
-        say(f"bench: {unwritable}")
-        return 2
-    print(tables.markdown(rows))
-    say(f"wrote {tables.write_text(folder / f'{options.source.stem}.md', facts, tables.markdown(rows))}")
-    plots.draw(folder / f"{options.source.stem}.png", plots.rates, rows, facts)
-    return 0
-
-
 def main(words=None):
     options = parser().parse_args(words)
     if options.source:
-        return redraw(options)
-    complaint = wrong(options)
-    missing = None if complaint else hopper_missing()
-    if complaint or missing:
-        say(complaint or f"bench needs an sm_90 GPU (H100, H200): {missing}")
-        return 2
-    unwritable = environment.unwritable(options.out or RESULTS)
-    if unwritable:
-        say(f"bench: {unwritable}")
+        return tables.redraw("bench", options, tables.markdown, plots.rates)
+    folder = options.out or environment.RESULTS
+    complaint = wrong(options) or environment.obstacle("bench", folder)
+    if complaint:
+        say(complaint)
         return 2
     peers, absent = available([name for name in options.peers.split(",") if name])
     cases = SUITES[options.suite].cases(options)
@@ -285,7 +250,7 @@ def main(words=None):
         return 1
     facts = facts_of(options, found, [*absent, *bench.refusals])
     print(tables.markdown(bench.rows))
-    folder, stem = options.out or RESULTS, environment.stem(options.suite, facts)
+    stem = environment.stem(options.suite, facts)
     for path in tables.write(folder, stem, facts, bench.rows):
         say(f"wrote {path}")
     plots.draw(folder / f"{stem}.png", plots.rates, bench.rows, facts)

@@ -1,10 +1,10 @@
 """FLOPs and bytes behind the rates that a benchmark prints: attention and the two ceilings that bound it."""
 
+from hopper_fa3.kernels.config import ELEMENT_BYTES
+
 MATMUL_SIZE = 8192  # the square bf16 matrix product whose speed is the practical ceiling
 COPY_BYTES = 2 * 2**30  # read and written by the bandwidth measurement: many times the L2 cache
 BACKWARD = 2.5  # FLOPs of a backward over those of its forward: five matrix products instead of two
-ELEMENT_BYTES = 2  # bf16 and fp16
-L2_BYTES = 50e6  # of an H100 or H200: what fits is not read from memory again at the next launch
 
 
 def matmul_flops(size=MATMUL_SIZE):

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import torch
 
-from hopper_fa3.info import SHOWN_PACKAGES, smi, version
+from hopper_fa3.info import SHOWN_PACKAGES, hopper_missing, smi, version
 
 ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "profiling" / "results"
 SMI_FIELDS = {
     "driver": "driver_version",
     "power_limit": "power.limit",
@@ -62,6 +63,15 @@ def unwritable(folder):
             return None
     except OSError as error:
         return f"{folder} cannot take the results: {error.strerror}"
+
+
+def obstacle(verb, folder):
+    """Why ``verb`` cannot measure into a folder here, in one line, or None."""
+    missing = hopper_missing()
+    if missing:
+        return f"{verb} needs an sm_90 GPU (H100, H200): {missing}"
+    why = unwritable(folder)
+    return why and f"{verb}: {why}"
 
 
 class Clocks:

@@ -9,8 +9,9 @@ import json
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "profiling" / "results"
+from environment import RESULTS, ROOT
+from selection import TOKENS, WIDTH
+
 MODULE = ROOT / "hopper_fa3" / "measured.py"
 STEMS = ("forward-nvidia-h200", "roofline-nvidia-h200")  # the first file that has a name gives all its rates
 HEAD = '''\
@@ -38,9 +39,6 @@ def newest():
     """The newest result file of each stem that has one."""
     found = [sorted(RESULTS.glob(f"{stem}-*.json")) for stem in STEMS]
     return [files[-1] for files in found if files]
-
-
-TOKENS, WIDTH = 16384, 2048  # of the usual rows, as in selection.py, which needs PyTorch
 
 
 def usual(row):

@@ -19,8 +19,6 @@ import selection
 from hopper_fa3 import flash_attn_func
 from hopper_fa3.info import hopper_missing
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "profiling" / "results"
 WARM_UP = 2  # launches before the profiled one: the first compiles, the second finds everything in place
 TIMEOUT = 400  # seconds; ncu replays the launch about 40 times, and the kernel is compiled first
 INSTALLED = "/opt/nvidia/nsight-compute/*/ncu", "/usr/local/cuda*/bin/ncu"  # where ncu is when PATH does not name it
@@ -65,7 +63,7 @@ def parser():
     )  # fmt: skip
     root.add_argument("--out", type=Path, help="folder of Markdown and JSON (default: profiling/results, or FILE's)")
     root.add_argument(
-        "--reports", type=Path, default=ROOT / "build" / "ncu", help="folder of ncu's report and CSV pages"
+        "--reports", type=Path, default=environment.ROOT / "build" / "ncu", help="folder of ncu's report and CSV pages"
     )
     root.add_argument("--commit", help="recorded where this is no git checkout")
     root.add_argument("--workload", action="store_true", help="be the profiled program: launch the case a few times")
@@ -189,7 +187,7 @@ def main(arguments=None):
     if options.workload:
         workload(options.case)
         return 0
-    folder = options.out or (options.source.parent if from_json else RESULTS)
+    folder = options.out or (options.source.parent if from_json else environment.RESULTS)
     try:
         figures = measure(options, folder) if options.source is None else reread(options)
         written = write(folder, figures)

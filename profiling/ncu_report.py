@@ -10,6 +10,7 @@ import ncu_roles
 import selection
 import torch
 from cases import bounds
+from tables import grid
 
 from hopper_fa3 import plan
 from hopper_fa3.band import Band, blocks
@@ -38,7 +39,7 @@ class Least(NamedTuple):
     """The least that a case needs with these tiles."""
 
     l2_bytes: int  # from L2 to the SMs: each Q tile once, and K and V of every block that it visits, in whole tiles
-    dram_bytes: int  # Case.bytes: q, k, v read once, out and LSE written once
+    dram_bytes: int  # cost.floor_bytes: q, k, v read once, out and LSE written once
     flops: int  # matrix work of the visible pairs
     tile_flops: int  # the same of whole blocks, which the tensor cores compute
 
@@ -52,8 +53,8 @@ def least(case, tile_m, tile_n):
     head_dim, head_dim_v = plan.tile_class(case.head_dim), plan.tile_class(case.head_dim_v)
     heads = case.batch * case.heads
     copied = visited * tile_n * (head_dim + head_dim_v) + len(tiles) * tile_m * head_dim
-    pairs = visited * tile_m * tile_n
-    return Least(heads * copied * ELEMENT_BYTES, case.bytes, case.flops, heads * 2 * pairs * (head_dim + head_dim_v))
+    tile_flops = 2 * visited * tile_m * tile_n * (head_dim + head_dim_v)
+    return Least(heads * copied * ELEMENT_BYTES, cost.floor_bytes(case), case.flops, heads * tile_flops)
 
 
 def tile(case, kernel):
@@ -114,7 +115,7 @@ def markdown(figures):
         "",
         "## How busy each unit was",
         "",
-        *_table(("unit", "% of the elapsed time at its peak"),
+        *grid(("unit", "% of the elapsed time at its peak"),
                 [(name, f"{figures['metrics'][word]:.1f}") for word, name in BOUNDS.items()]),
         "",
         "## Traffic against the least",
@@ -210,7 +211,7 @@ def _traffic(figures):
         )
 
     read, written = metrics["dram_read_bytes"] / 1e6, metrics["dram_write_bytes"] / 1e6
-    table = _table(
+    table = grid(
         ("", "MB", "least, MB", "ratio", "TB/s", "counted how"),
         [
             row("L2 to SMs", metrics["l2_read_bytes"], needed["l2_bytes"],
@@ -240,7 +241,7 @@ def _stalls(figures):
     return [
         "% of the role's samples. All consumer warpgroups run the same code, so these are their sums." + unseen,
         "",
-        *_table(("reason", *map(_whose, roles), "the warp …"), [("samples", *sizes, ""), *rows]),
+        *grid(("reason", *map(_whose, roles), "the warp …"), [("samples", *sizes, ""), *rows]),
     ]
 
 
@@ -253,7 +254,7 @@ def _lines(figures):
         for line in figures["lines"]
     ]
     return [
-        *_table(("line", "samples", "most wait", "mostly in", ""), rows),
+        *grid(("line", "samples", "most wait", "mostly in", ""), rows),
         "",
         "The DSL attributes some instructions to the blank lines behind the function that they are from.",
     ]
@@ -275,7 +276,3 @@ def _code(text):
     """A line of code for a table's cell, cut to what keeps the page readable."""
     text = text if len(text) <= 72 else text[:71] + "…"
     return f"`{text}`".replace("|", "\\|") if text else ""
-
-
-def _table(head, rows):
-    return [f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *rows)]

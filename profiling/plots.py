@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-import cost
+from hopper_fa3.roofline import L2_BYTES
 
 
 class Style(NamedTuple):
@@ -152,7 +152,7 @@ def _step(rows, batch, seqlen):
     """Which step of decoding a group of bars is, and whether its K and V stay in the cache between launches."""
     (key_values, *_) = (row.tb_per_s * row.microseconds * 1e6 for row in rows
                         if (row.batch, row.seqlen) == (batch, seqlen) and row.name != "copy")  # fmt: skip
-    return f"batch {batch}\n{short(seqlen)} keys" + ("\n(fit the L2 cache)" if key_values < cost.L2_BYTES else "")
+    return f"batch {batch}\n{short(seqlen)} keys" + ("\n(fit the L2 cache)" if key_values < L2_BYTES else "")
 
 
 def short(seqlen):

@@ -1,10 +1,16 @@
-"""How far a measurement is: one updating line on a terminal, a line per step elsewhere. On stderr."""
+"""What is said on stderr: single lines, and how far a measurement is (one updating line on a terminal, else a line a
+step).
+"""
 
 import shutil
 import sys
 import time
 
 WIDTH = 24  # characters of the bar
+
+
+def say(text):
+    print(text, file=sys.stderr, flush=True)
 
 
 def clock(seconds):

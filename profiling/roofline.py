@@ -11,7 +11,6 @@ import functools
 import re
 import sys
 import time
-from pathlib import Path
 
 import cost
 import environment
@@ -23,18 +22,14 @@ import torch
 from bench import AGREEMENT, available, pace
 from peers import PEERS, refusal
 from peers import versions as peer_versions
-from suites import OURS, Inputs, apart, ceiling_rates, ceilings, results
+from progress import say
+from suites import OURS, Inputs, apart, ceiling_facts, ceiling_rates, ceilings, results
 from timing import EventClock, Launch, interleaved
 
 from hopper_fa3.info import hopper_missing
 
-RESULTS = Path(__file__).resolve().parent / "results"
 RIVALS = tuple(name for name in view.LADDER if name in PEERS)
 CASES, SEQLENS = ("d128-causal", "d64-dense"), (1024, 4096, 8192)  # at 8192 the scores of 32 heads take 8 GiB
-
-
-def say(text):
-    print(text, file=sys.stderr, flush=True)
 
 
 def parser():
@@ -51,9 +46,7 @@ def parser():
     root.add_argument("--peers", default=",".join(RIVALS), help="of %(default)s")
     root.add_argument("--rounds", type=int, default=7)
     root.add_argument("--budget", type=float, default=75, help="seconds: rounds get shorter, then cases are left out")
-    root.add_argument("--out", type=Path, help="folder of the result files (default: profiling/results, or FILE's)")
-    root.add_argument("--commit", help="recorded where this is no git checkout")
-    root.add_argument("--from", dest="source", type=Path, metavar="FILE.json", help="draw a result file again")
+    tables.output_options(root)
     return root
 
 
@@ -123,8 +116,7 @@ class Run:
                 self.without(selection.slug(case), f"the budget of {self.options.budget:.0f} s is spent")
                 continue
             self.measure(case, inputs, roofs["matmul"], len(wanted) - number)
-        product, copy = (ceiling_rates(name, times[name].median) for name in ("matmul", "copy"))
-        return {"matmul_tflops": round(product[0], 1), "copy_tb_per_s": round(copy[1], 3)}
+        return ceiling_facts(times)
 
 
 def tried(peer, tensors):
@@ -144,7 +136,8 @@ def main(words=None):
     if options.source:
         return redraw(options)
     names = [name for name in options.peers.split(",") if name]
-    complaint = wrong(options, names) or needs_a_gpu() or environment.unwritable(options.out or RESULTS)
+    folder = options.out or environment.RESULTS
+    complaint = wrong(options, names) or needs_a_gpu() or environment.unwritable(folder)
     if complaint:
         say(complaint)
         return 2
@@ -153,8 +146,8 @@ def main(words=None):
         roofs = run.everything(cases(options))
     facts = environment.describe(peer_versions(), options.commit) | roofs | {"rounds": options.rounds}
     facts["left out"] = "; ".join(run.left_out) or "nothing"
-    document = (options.out or RESULTS) / f"{environment.stem('roofline', facts)}.json"
-    view.write_json(document, facts, run.points)
+    document = folder / f"{environment.stem('roofline', facts)}.json"
+    tables.write_json(document, facts, run.points)
     present(run.points, facts, document)
     for line in run.disagreements:
         say(f"WRONG: {line}")
@@ -185,11 +178,12 @@ def redraw(options):
     except (OSError, ValueError) as error:
         say(f"roofline cannot read {options.source}: {error}")
         return 2
-    unwritable = environment.unwritable(options.out or options.source.parent)
+    folder = options.out or options.source.parent
+    unwritable = environment.unwritable(folder)
     if unwritable:
         say(f"roofline: {unwritable}")
         return 2
-    present(points, facts, (options.out or options.source.parent) / options.source.name)
+    present(points, facts, folder / options.source.name)
     return 0
 
 

@@ -1,7 +1,6 @@
 """What a roofline run found: its points, what the arithmetic says about them, tables, files and the two pictures."""
 
 import csv
-import json
 import math
 from typing import NamedTuple
 
@@ -9,6 +8,7 @@ import plots
 import tables
 
 from hopper_fa3 import roofline as arithmetic
+from hopper_fa3.kernels.config import SHORT_DTYPES
 
 # The ladder, oldest way first. The math backend is not on it: it casts and scales its scores as it likes, so that no
 # byte count here is its own.
@@ -55,8 +55,7 @@ class Point(NamedTuple):
         """What is drawn in one panel: everything but name and length."""
         dims = self.head_dim if self.head_dim == self.head_dim_v else f"{self.head_dim}/{self.head_dim_v}"
         heads = self.heads if self.heads == self.heads_k else f"{self.heads}/{self.heads_k}"
-        dtype = {"bfloat16": "bf16", "float16": "fp16"}[self.dtype]
-        return f"head_dim {dims}, {'causal' if self.causal else 'dense'}, {heads} heads, {dtype}"
+        return f"head_dim {dims}, {'causal' if self.causal else 'dense'}, {heads} heads, {SHORT_DTYPES[self.dtype]}"
 
 
 def roofs_of(facts):
@@ -109,12 +108,6 @@ def markdown(found):
     return "\n".join(lines)
 
 
-def write_json(path, facts, points):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    document = {"environment": facts, "rows": [one._asdict() for one in points]}
-    path.write_text(json.dumps(document, indent=1) + "\n")
-
-
 def write_tables(path, facts, found):
     """Markdown and CSV beside the JSON file ``path``; returns their paths."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -147,7 +140,7 @@ def roofline(points, facts):
         axis.tick_params(labelleft=axis is axes[0, 0])  # all panels have the same limits
         axis.set_xlabel("arithmetic intensity, FLOP per byte of HBM traffic")
     axes[0, 0].set_ylabel("TFLOP/s")
-    below(figure, axes)
+    plots.legend(figure, axes)
     plots.title(figure, "Attention forward under the roofline (intensity by arithmetic, rates measured)", facts)
     return figure
 
@@ -217,9 +210,3 @@ def draw_ladder(axis, cell):
     axis.set_xticks(range(len(names)), [style.label.replace(" (", "\n(") for style in styles], rotation=30, ha="right")
     axis.grid(False, axis="x")
     axis.set_ylim(0, 1.15 * max(product, *rates))
-
-
-def below(figure, axes):
-    """One legend for all panels, under them."""
-    handles, labels = axes[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)

@@ -8,6 +8,7 @@ from pathlib import Path
 import table_kernels
 from issue_slots import clocks, tensor_share
 from loops import MainLoops, main_loops
+from tables import grid
 
 from hopper_fa3.info import version
 from hopper_fa3.machine_code import instructions, parse, ptxas_version
@@ -83,8 +84,7 @@ def versions(cubin):
 
 def table(header, rows):
     """Markdown; columns after the first one to the right."""
-    lines = [header, ["---", *(["---:"] * (len(header) - 1))], *rows]
-    return "\n".join(f"| {' | '.join(str(cell) for cell in line)} |" for line in lines) + "\n"
+    return "\n".join(grid(header, rows, "---:")) + "\n"
 
 
 def markdown(report):

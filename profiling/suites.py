@@ -167,6 +167,12 @@ def ceiling_rates(name, seconds):
     return None, cost.copy_traffic() / seconds * 1e-12
 
 
+def ceiling_facts(times):
+    """The measured ceilings as they stand beside the figures; ``times``: name -> Timing of ceilings()."""
+    product, copy = (ceiling_rates(name, times[name].median) for name in ("matmul", "copy"))
+    return {"matmul_tflops": round(product[0], 1), "copy_tb_per_s": round(copy[1], 3)}
+
+
 def apart(launch, other):
     """The largest difference of two launches' results (a tensor or several), in units of the other's largest value."""
     mine, theirs = (results(one) for one in (launch, other))

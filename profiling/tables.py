@@ -1,10 +1,15 @@
-"""Writes benchmark rows as a table for people, CSV for spreadsheets and JSON for programs; reads the JSON again."""
+"""Result files: rows as a table for people, CSV for spreadsheets, and JSON for programs, which is drawn again."""
 
 import csv
 import json
+from pathlib import Path
 from typing import NamedTuple
 
-import cost
+import environment
+import plots
+from progress import say
+
+from hopper_fa3.roofline import L2_BYTES
 
 RATIOS = ("fa4", "cudnn", "matmul", "copy")  # ours against these, where they were measured
 
@@ -78,9 +83,8 @@ def markdown(rows):
         spread = "spread of ours" if "ours" in names else "largest spread"
         head = [*shape, *names, *(f"ours / {name}" for name in ratios), spread, "SM MHz", "W"]
         unit = _unit(row for cell in mine.values() for row in cell.values())
-        text += [f"### {kind}, {unit}", "", _line(head), _line(["---"] * len(head))]
-        text += [_line(_cells(key, cell, names, ratios, shape)) for key, cell in mine.items()]
-        text += ["", *_cached(mine)]
+        lines = [_cells(key, cell, names, ratios, shape) for key, cell in mine.items()]
+        text += [f"### {kind}, {unit}", "", *grid(head, lines), "", *_cached(mine)]
     return "\n".join(text)
 
 
@@ -127,19 +131,21 @@ def _cached(mine):
     small = []
     for key, cell in mine.items():
         sizes = [row.tb_per_s * row.microseconds for row in cell.values() if row.tb_per_s and row.name != "copy"]
-        if sizes and sizes[0] * 1e6 < cost.L2_BYTES:
+        if sizes and sizes[0] * 1e6 < L2_BYTES:
             small.append(f"batch {key.batch}, length {key.seqlen} ({sizes[0]:.0f} MB)")
     if not small:
         return []
     return [
-        f"K and V of {'; '.join(small)} fit the L2 cache ({cost.L2_BYTES / 1e6:.0f} MB): repeated launches need not "
+        f"K and V of {'; '.join(small)} fit the L2 cache ({L2_BYTES / 1e6:.0f} MB): repeated launches need not "
         "read them from memory.",
         "",
     ]
 
 
-def _line(values):
-    return f"| {' | '.join(str(value) for value in values)} |"
+def grid(head, lines, column="---"):
+    """The lines of a Markdown table; ``column`` is the mark of all columns but the first ("---:" aligns right)."""
+    marks = ["---", *[column] * (len(head) - 1)]
+    return [f"| {' | '.join(str(value) for value in line)} |" for line in (head, marks, *lines)]
 
 
 def write_text(path, facts, body):
@@ -158,9 +164,13 @@ def write(folder, stem, facts, rows, body=None):
         writer = csv.writer(file)
         writer.writerow((type(rows[0]) if rows else Row)._fields)
         writer.writerows(rows)
-    document = {"environment": facts, "rows": [row._asdict() for row in rows]}
-    paths[2].write_text(json.dumps(document, indent=1) + "\n")
+    write_json(paths[2], facts, rows)
     return paths
+
+
+def write_json(path, facts, rows):
+    document = {"environment": facts, "rows": [row._asdict() for row in rows]}
+    path.write_text(json.dumps(document, indent=1) + "\n")
 
 
 def read(path, row=Row, needed=()):
@@ -176,3 +186,30 @@ def read(path, row=Row, needed=()):
         return facts, rows
     except (KeyError, TypeError, json.JSONDecodeError) as error:
         raise ValueError(f"a result file must hold rows of {', '.join(row._fields)}, got {path} ({error})") from error
+
+
+def output_options(parser):
+    """--out, --commit and --from, as the scripts take them that measure and draw."""
+    parser.add_argument("--out", type=Path, help="folder of the result files (default: profiling/results, or FILE's)")
+    parser.add_argument("--commit", help="recorded where this is no git checkout")
+    parser.add_argument(
+        "--from", dest="source", type=Path, metavar="FILE.json", help="measure nothing: draw these again"
+    )
+
+
+def redraw(verb, options, page, picture, row=Row):
+    """``page(rows)`` and ``picture(rows, facts)`` of the result file that --from names, again; the exit code."""
+    try:
+        facts, rows = read(options.source, row)
+    except (OSError, ValueError) as error:
+        say(f"{verb} cannot read {options.source}: {error}")
+        return 2
+    folder = options.out or options.source.parent
+    unwritable = environment.unwritable(folder)
+    if unwritable:
+        say(f"{verb}: {unwritable}")
+        return 2
+    print(page(rows))
+    say(f"wrote {write_text(folder / f'{options.source.stem}.md', facts, page(rows))}")
+    plots.draw(folder / f"{options.source.stem}.png", picture, rows, facts)
+    return 0

@@ -18,14 +18,14 @@ import plots
 import selection
 import torch
 import warps as reading
-from timing import EventClock, Launch, interleaved
+from progress import say
+from suites import ours_kernel
+from timing import EventClock, interleaved
 
-from hopper_fa3 import launch, plan
+from hopper_fa3 import plan
 from hopper_fa3.info import hopper_missing
 from hopper_fa3.problem import Problem
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "profiling" / "results"
 CASE = "d128-causal-s4096-b1"  # about four tiles a CTA: long enough for a steady state, a trace of some 100 MB
 LAUNCHES = 2  # under the tracer; the last one is read
 TRACER_SECONDS = 180
@@ -55,10 +55,6 @@ def parser():
     return root
 
 
-def say(text):
-    print(text, file=sys.stderr, flush=True)
-
-
 def asked(chosen, options):
     """The Plan of the table without what the options take out."""
     return chosen._replace(
@@ -69,11 +65,8 @@ def asked(chosen, options):
 def launched(options, case):
     """The case's kernel as a Launch."""
     q, k, v = case.inputs("cuda")
-    problem = Problem.from_tensors(q, k, v, causal=case.causal)
-    chosen = asked(plan.choose(problem.static), options)
-    recipe = launch.prepare(problem, q, k, v, plan=chosen)
-    out = torch.empty_like(recipe.out)
-    return Launch(lambda: launch.execute(recipe, q, k, v, out)), chosen
+    chosen = asked(plan.choose(Problem.from_tensors(q, k, v, causal=case.causal).static), options)
+    return ours_kernel(q, k, v, case.causal, plan=chosen), chosen
 
 
 def workload(options, case):
@@ -271,7 +264,7 @@ def main(words=None):
         return 2
     if options.workload:
         return workload(options, case)
-    folder = options.out or (options.source.parent if options.source else RESULTS)
+    folder = options.out or (options.source.parent if options.source else environment.RESULTS)
     unwritable = environment.unwritable(folder)
     if unwritable:
         say(f"timeline: {unwritable}")

@@ -20,6 +20,7 @@ sys.path.insert(0, str(ROOT / "profiling"))
 import peers  # noqa: E402  (found by the line above)
 import roofline  # noqa: E402
 import roofline_view as view  # noqa: E402
+import tables  # noqa: E402
 from timing import Launch, Timing  # noqa: E402
 
 # 2 * 16 heads of 8192 queries and keys: 2^31 scores; each of q, k, v, out has 2^25 elements.
@@ -123,7 +124,7 @@ def test_records_say_what_bounds_each_way():
 def test_a_result_file_is_drawn_again(tmp_path, capsys):
     source = tmp_path / "roofline-x.json"
     names = ("matmul", "standard", "flash", "ours")
-    view.write_json(source, FACTS, points(names, 1024) + points(names))
+    tables.write_json(source, FACTS, points(names, 1024) + points(names))
     folder = tmp_path / "new"
     assert roofline.main(["--from", str(source), "--out", str(folder)]) == 0
     assert "| 128 | dense | 8192 | standard | 400 | 63 | memory | 159% | 100% | 5.0% |" in capsys.readouterr().out
