@@ -34,7 +34,7 @@ class Rows(NamedTuple):
 
     acc_o: cute.Tensor
     probabilities: cute.Tensor
-    extreme: cute.Tensor
+    shift: cute.Tensor
     sum: cute.Tensor
     key_limits: cute.Tensor  # leading keys that each row sees
 
@@ -102,7 +102,7 @@ class Consumer:
                 v_state = self.last_output(products, v_pipe, v_state, rows)
             # O and LSE leave
             begin(Phase.EPILOGUE)
-            inverse, row_lse = self.softmax.finish(rows.extreme, rows.sum, run.scale_log2)
+            inverse, row_lse = self.softmax.finish(rows.shift, rows.sum)
             normalise(rows_and_columns(rows.acc_o), inverse, row_lse, rows.key_limits, self.band)
             store_lse(lse, row_lse, first_row, head, batch_index)
             wait_output_free(warpgroup, is_store_warp)
@@ -132,11 +132,11 @@ class Consumer:
         acc_o = new_accumulator(products.pv_add, (WGMMA_M, config.head_dim_v))
         acc_o.fill(0.0)
         scores = new_accumulator(products.qk_first, (WGMMA_M, config.tile_n))
-        extreme, row_sum = self.softmax.start(run.scale_log2)
+        shift, row_sum = self.softmax.start()
         key_limits = cute.make_rmem_tensor(ROWS, Int32)
         for row in cutlass.range_constexpr(ROWS):
             key_limits[row] = self.band.key_limit(first_row + 8 * row, seqlen_q, seqlen_k, run.right)
-        return Rows(acc_o, new_left_operand(scores, self.dtype), extreme, row_sum, key_limits)
+        return Rows(acc_o, new_left_operand(scores, self.dtype), shift, row_sum, key_limits)
 
     @cute.jit
     def mask(self, scores: cute.Tensor, rows: Rows, block: Int32):
@@ -148,12 +148,10 @@ class Consumer:
         mask_scores(rows_and_columns(scores), limits, self.softmax.masked)
 
     @cute.jit
-    def keep_probabilities(
-        self, scores: cute.Tensor, rows: Rows, rescale: cute.Tensor, shift: cute.Tensor, run: RunTime
-    ):
+    def keep_probabilities(self, scores: cute.Tensor, rows: Rows, run: RunTime):
         """Scores to P in 16 bit, for the P V that comes with the next block."""
         for row in cutlass.range_constexpr(ROWS):
-            self.softmax.exponentiate(rows_and_columns(scores), row, rows.sum, rescale, shift, run.scale_log2)
+            self.softmax.exponentiate(rows_and_columns(scores), row, rows.sum, rows.shift, run.scale_log2)
         rows.probabilities.store(as_left_operand(scores).load().to(self.dtype))
 
     @cute.jit
@@ -178,9 +176,11 @@ class Consumer:
         if full < end:
             self.mask(scores, rows, end - 1)
         begin(Phase.ROW_MAXIMUM)
-        rescale, shift = self.softmax.update(rows_and_columns(scores), rows.extreme, run.scale_log2)
+        extremes = self.softmax.extremes(rows_and_columns(scores))
+        if self.softmax.outgrown(extremes, rows.shift, run.scale_log2):
+            self.softmax.catch_up(extremes, rows.shift, rows.sum, run.scale_log2)
         begin(Phase.EXPONENTIALS)
-        self.keep_probabilities(scores, rows, rescale, shift, run)
+        self.keep_probabilities(scores, rows, run)
         return k_state
 
     @cute.jit
@@ -224,15 +224,16 @@ class Consumer:
         if const_expr(masked):
             self.mask(scores, rows, block)
             begin(Phase.ROW_MAXIMUM)
-        rescale, shift = self.softmax.update(rows_and_columns(scores), rows.extreme, run.scale_log2)
-        # Not after the exponentials: V's stage is then refilled in time, and rescaling O hides under MUFU (5 % at
-        # head_dim 128)
+        extremes = self.softmax.extremes(rows_and_columns(scores))
+        # Not after the exponentials: V's stage is then refilled in time, and O may be rescaled
         begin(Phase.WAIT_PV)
         wgmma.wait_group(0)
         begin(Phase.EXPONENTIALS)
         v_pipe.consumer_release(v_state)
-        self.keep_probabilities(scores, rows, rescale, shift, run)
-        rescale_rows(rows_and_columns(rows.acc_o), rescale)
+        if self.softmax.outgrown(extremes, rows.shift, run.scale_log2):
+            rescale = self.softmax.catch_up(extremes, rows.shift, rows.sum, run.scale_log2)
+            rescale_rows(rows_and_columns(rows.acc_o), rescale)
+        self.keep_probabilities(scores, rows, run)
         k_state.advance()
         v_state.advance()
         return k_state, v_state

@@ -1,8 +1,12 @@
 """Online softmax in base 2, on one thread's rows of a score tile.
 
 Milakov and Gimelshein 2018, "Online normalizer calculation for softmax"; FlashAttention-2 (Dao 2023), section 3.1: O
-stays unscaled until the last block. The softmax scale is folded into the exponent: ``p = exp2(s * scale_log2 -
-extreme * scale_log2)`` is one FFMA and one MUFU an element.
+stays unnormalised until the last block. The softmax scale is folded into the exponent: ``p = exp2(s * scale_log2 -
+shift)`` is one FFMA and one MUFU an element.
+
+Lazily: a row's shift follows its extreme only where an exponent would pass it by more than a tolerance. That is rare,
+so a block usually needs no quad-wide extreme, no factor, and no rescaling of O. The result is the same softmax: any
+shift cancels between O and the sum.
 """
 
 import math
@@ -12,9 +16,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, const_expr
 
-# A little below the largest float32: divided by the scale and multiplied by it again, that one rounds to infinity for
-# one scale in seven.
-LARGEST_EXPONENT = 3.4e38
+# Where the exponent's shift starts: finite, so that a fully masked block yields exp2(-inf) = 0 with no guard.
+LOWEST_SHIFT = -3.4e38
+# Exponents may pass the shift by this much before O and the sum are rescaled: P then stays below 2**8, which loses
+# nothing in bf16 and fp16, and sums in float32 stay far from their range. (FlashAttention-4 waits for 8 on Blackwell.)
+TOLERANCE = 8.0
 ROWS = 2  # rows of a WGMMA accumulator that one thread holds
 QUAD = 4  # threads that share a row
 CHAINS = 4  # independent partial maxima and sums a row: hides the latency of dependent FMNMX and FADD
@@ -32,43 +38,51 @@ class Softmax:
         return math.inf if self.negative_scale else -math.inf
 
     @cute.jit
-    def start(self, scale_log2: Float32):
-        """New ``(row_extreme, row_sum)``.
-
-        The extreme starts at a finite bound instead of infinity: then a fully masked block yields exp2(-inf) = 0 with
-        no guard in the loop. Dividing by the scale keeps ``extreme * scale_log2`` finite.
-        """
-        row_extreme = cute.make_rmem_tensor(ROWS, Float32)
+    def start(self):
+        """New ``(shift, row_sum)``: what each row's exponents are reduced by, and its sum so far."""
+        shift = cute.make_rmem_tensor(ROWS, Float32)
         row_sum = cute.make_rmem_tensor(ROWS, Float32)
-        magnitude = cute.arch.fmax(scale_log2, -scale_log2)
-        bound = Float32(-LARGEST_EXPONENT) / cute.arch.fmax(magnitude, Float32(1.0))
-        row_extreme.fill(-bound if const_expr(self.negative_scale) else bound)
+        shift.fill(LOWEST_SHIFT)
         row_sum.fill(0.0)
-        return row_extreme, row_sum
+        return shift, row_sum
 
     @cute.jit
     def extreme(self, a: Float32, b: Float32) -> Float32:
         return cute.arch.fmin(a, b) if const_expr(self.negative_scale) else cute.arch.fmax(a, b)
 
     @cute.jit
-    def update(self, scores: cute.Tensor, row_extreme: cute.Tensor, scale_log2: Float32):
-        """Fold one block's scores (2 rows, columns) into the row extremes; ``(rescale, shift)``: each row's factor
-        for what came before, and the exponent that :meth:`exponentiate` subtracts.
-        """
-        rescale = cute.make_rmem_tensor(ROWS, Float32)
-        shift = cute.make_rmem_tensor(ROWS, Float32)
+    def extremes(self, scores: cute.Tensor):
+        """The extreme of each row's scores (2 rows, columns) that this thread holds, a quarter of the row."""
+        found = cute.make_rmem_tensor(ROWS, Float32)
         for row in cutlass.range_constexpr(ROWS):
-            before = row_extreme[row]
             partial = [scores[row, chain] for chain in range(CHAINS)]
             for column in cutlass.range_constexpr(CHAINS, cute.size(scores, mode=[1])):
                 partial[column % CHAINS] = self.extreme(partial[column % CHAINS], scores[row, column])
-            block = self.extreme(self.extreme(partial[0], partial[1]), self.extreme(partial[2], partial[3]))
-            block = cute.arch.warp_reduction(block, self.extreme, threads_in_group=QUAD)
-            now = self.extreme(before, block)
-            row_extreme[row] = now
-            rescale[row] = cute.math.exp2((before - now) * scale_log2, fastmath=True)
-            shift[row] = now * scale_log2
-        return rescale, shift
+            found[row] = self.extreme(self.extreme(partial[0], partial[1]), self.extreme(partial[2], partial[3]))
+        return found
+
+    @cute.jit
+    def outgrown(self, extremes: cute.Tensor, shift: cute.Tensor, scale_log2: Float32):
+        """Whether an exponent of any row of the warp passes its shift by more than the tolerance; the same answer in
+        all lanes.
+        """
+        excess = cute.arch.fmax(extremes[0] * scale_log2 - shift[0], extremes[1] * scale_log2 - shift[1])
+        return cute.arch.vote_any_sync(excess > Float32(TOLERANCE))
+
+    @cute.jit
+    def catch_up(self, extremes: cute.Tensor, shift: cute.Tensor, row_sum: cute.Tensor, scale_log2: Float32):
+        """Move the shift of each row that outgrew it to the row's extreme, and rescale its sum; the factor of each row
+        for what came before. A row's factor depends on that row alone: it is exactly 1 where only others outgrew.
+        """
+        rescale = cute.make_rmem_tensor(ROWS, Float32)
+        for row in cutlass.range_constexpr(ROWS):
+            largest = cute.arch.warp_reduction(extremes[row], self.extreme, threads_in_group=QUAD) * scale_log2
+            outgrew = largest - shift[row] > Float32(TOLERANCE)
+            now = cutlass.select_(outgrew, largest, shift[row])
+            rescale[row] = cutlass.select_(outgrew, cute.math.exp2(shift[row] - now, fastmath=True), Float32(1.0))
+            shift[row] = now
+            row_sum[row] = row_sum[row] * rescale[row]
+        return rescale
 
     @cute.jit
     def exponentiate(
@@ -76,11 +90,10 @@ class Softmax:
         scores: cute.Tensor,
         row: cutlass.Constexpr[int],
         row_sum: cute.Tensor,
-        rescale: cute.Tensor,
         shift: cute.Tensor,
         scale_log2: Float32,
     ):
-        """Turn one row's scores into probabilities in place and bring its sum up to date."""
+        """Turn one row's scores into probabilities in place and add them to its sum."""
         columns = cute.size(scores, mode=[1])
         for column in cutlass.range_constexpr(columns):
             scores[row, column] = cute.math.exp2(scores[row, column] * scale_log2 - shift[row], fastmath=True)
@@ -88,10 +101,10 @@ class Softmax:
         for column in cutlass.range_constexpr(CHAINS, columns):
             partial[column % CHAINS] = partial[column % CHAINS] + scores[row, column]
         # Each thread sums its own columns; the quad meets once, in finish().
-        row_sum[row] = row_sum[row] * rescale[row] + ((partial[0] + partial[1]) + (partial[2] + partial[3]))
+        row_sum[row] = row_sum[row] + ((partial[0] + partial[1]) + (partial[2] + partial[3]))
 
     @cute.jit
-    def finish(self, row_extreme: cute.Tensor, row_sum: cute.Tensor, scale_log2: Float32):
+    def finish(self, shift: cute.Tensor, row_sum: cute.Tensor):
         """``(inverse, lse)``: the factor that normalises each row of O, and the natural-log LSE of each row."""
         inverse = cute.make_rmem_tensor(ROWS, Float32)
         lse = cute.make_rmem_tensor(ROWS, Float32)
@@ -99,7 +112,7 @@ class Softmax:
             total = cute.arch.warp_reduction_sum(row_sum[row], threads_in_group=QUAD)
             inverse[row] = Float32(1.0) / total
             log2_sum = cute.math.log2(total, fastmath=True)
-            lse[row] = (row_extreme[row] * scale_log2 + log2_sum) * Float32(math.log(2.0))
+            lse[row] = (shift[row] + log2_sum) * Float32(math.log(2.0))
         return inverse, lse
 
 
