@@ -67,8 +67,7 @@ def largest_block(static):
     for tile_n in range(WIDEST_BLOCK, 0, -16):
         plan = Plan(128, tile_n, pingpong=max(static.head_dim, static.head_dim_v) <= 128)
         config = forward_config(static, plan)
-        fits = config.smem_bytes() <= SHARED_MEMORY_LIMIT and config.spare_registers() >= 0
-        if fits and (config.separate_output or static.head_dim_v <= static.head_dim):
+        if config.smem_bytes() <= SHARED_MEMORY_LIMIT and config.spare_registers() >= 0:
             return plan
     raise ValueError(f"no tile fits head_dim {static.head_dim} and head_dim_v {static.head_dim_v}")
 

@@ -71,17 +71,17 @@ class ForwardConfig:
         return self.tile_m * self.head_dim_v * ELEMENT_BYTES
 
     @property
-    def separate_output(self):
-        """True where the O tile has shared memory of its own; otherwise it reuses the Q tile of the same warpgroup."""
-        return self._smem_bytes(separate_output=True) <= SHARED_MEMORY_LIMIT
+    def staged_output(self):
+        """True where shared memory has room to stage O for a TMA store; otherwise it leaves from registers."""
+        return self._smem_bytes(staged_output=True) <= SHARED_MEMORY_LIMIT
 
     def smem_bytes(self):
         """Shared memory of a CTA in bytes, as kernels/smem.py lays it out."""
-        return self._smem_bytes(self.separate_output)
+        return self._smem_bytes(self.staged_output)
 
-    def _smem_bytes(self, separate_output):
+    def _smem_bytes(self, staged_output):
         key_value = self.stages * self.tile_n * (self.head_dim + self.head_dim_v) * ELEMENT_BYTES
-        output = self.output_bytes if separate_output else 0
+        output = self.output_bytes if staged_output else 0
         barriers = SHARED_ALIGNMENT  # they fill less than one alignment unit
         return barriers + self.query_bytes + key_value + output
 
@@ -114,10 +114,6 @@ class ForwardConfig:
             (
                 not self.pingpong or self.consumer_warpgroups > 1,
                 "pingpong needs two or three consumer warpgroups, got one",
-            ),
-            (
-                self.separate_output or self.head_dim_v <= self.head_dim,
-                f"O (head_dim_v {self.head_dim_v}) must fit beside or inside Q (head_dim {self.head_dim})",
             ),
             (
                 self.smem_bytes() <= SHARED_MEMORY_LIMIT,

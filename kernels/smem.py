@@ -28,7 +28,7 @@ def forward_layouts(config: ForwardConfig, dtype):
 def forward_storage(config: ForwardConfig, dtype):
     """The struct of a CTA's shared memory."""
     q_layout, k_layout, v_layout, _ = forward_layouts(config, dtype)
-    output_elements = config.consumer_warpgroups * WGMMA_M * config.head_dim_v if config.separate_output else 0
+    output_elements = config.consumer_warpgroups * WGMMA_M * config.head_dim_v if config.staged_output else 0
 
     @cute.struct
     class ForwardStorage:
@@ -38,11 +38,9 @@ def forward_storage(config: ForwardConfig, dtype):
         v_barriers: cute.struct.MemRange[cutlass.Int64, 2 * config.stages]
         queue_barriers: cute.struct.MemRange[cutlass.Int64, 2 * SLOTS]
         queue_slots: cute.struct.MemRange[cutlass.Int32, SLOTS]
-        # Without a buffer of its own, O reuses its warpgroup's piece of q after the tile's last Q Kᵀ, until the store
-        # has read it.
         q: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(q_layout)], SHARED_ALIGNMENT]
         k: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(k_layout)], SHARED_ALIGNMENT]
         v: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(v_layout)], SHARED_ALIGNMENT]
-        o: cute.struct.Align[cute.struct.MemRange[dtype, output_elements], SHARED_ALIGNMENT]
+        o: cute.struct.Align[cute.struct.MemRange[dtype, output_elements], SHARED_ALIGNMENT]  # empty where O is not staged
 
     return ForwardStorage
