@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr, pipeline
+from cutlass import Boolean, Int32, const_expr, pipeline
 from cutlass.cute.nvgpu import warpgroup as wgmma
 
 from .args import RunTime
@@ -17,14 +17,13 @@ from .mask import mask_scores
 from .phases import Phase, begin
 from .products import (
     Products,
-    as_left_operand,
     issue_output,
     issue_scores,
     make_products,
     new_accumulator,
-    new_left_operand,
     rows_and_columns,
 )
+from .probabilities import Probabilities, RegisterP, SharedP
 from .schedule import SLOTS, Schedule, TileQueue
 from .softmax import QUAD, ROWS, Softmax, rescale_rows
 
@@ -33,7 +32,7 @@ class Rows(NamedTuple):
     """What one thread carries through the blocks of a tile."""
 
     acc_o: cute.Tensor
-    probabilities: cute.Tensor
+    probabilities: Probabilities
     shift: cute.Tensor
     sum: cute.Tensor
     key_limits: cute.Tensor  # leading keys that each row sees
@@ -47,6 +46,7 @@ class Consumer:
     schedule: Schedule
     turns: Turns
     softmax: Softmax
+    probabilities: RegisterP | SharedP
 
     @cute.jit
     def run(
@@ -59,7 +59,9 @@ class Consumer:
         queue: TileQueue,
         run: RunTime,
     ):
-        """All tiles of this CTA; one warpgroup's 64 rows of each. ``output``: this warpgroup's shared memory for O."""
+        """All tiles of this CTA; one warpgroup's 64 rows of each. ``shared``: Q, K, V of the CTA and this warpgroup's
+        P, or None; ``output``: this warpgroup's shared memory for O.
+        """
         config = self.config
         tiled_q, tiled_k, _, tiled_o = tensors
         q_pipe, k_pipe, v_pipe = pipes
@@ -69,7 +71,8 @@ class Consumer:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         warpgroup = warp // WARPS_PER_WARPGROUP - 1
         is_store_warp = warp % WARPS_PER_WARPGROUP == 0
-        products = make_products(config, self.dtype, shared, warpgroup)
+        s_q, s_k, s_v, s_p = shared
+        products = make_products(config, self.dtype, (s_q, s_k, s_v), self.probabilities.source, warpgroup)
         consumer = pipeline.PipelineUserType.Consumer
         k_state = pipeline.make_pipeline_state(consumer, config.stages)
         v_state = pipeline.make_pipeline_state(consumer, config.stages)
@@ -82,11 +85,13 @@ class Consumer:
             full, end, _ = self.band.blocks(m_block * config.tile_m, config.tile_m, seqlen_q, seqlen_k, run.right)
             first_row = m_block * config.tile_m + warpgroup * WGMMA_M + thread // QUAD // 8 * 16 + thread // QUAD % 8
             begin(Phase.WAIT_Q)
-            rows = self.start_rows(products, first_row, seqlen_q, seqlen_k, run)
+            rows = self.start_rows(products, s_p, first_row, seqlen_q, seqlen_k, run)
             # Main loop
             q_pipe.consumer_wait(q_state)
             if end > 0:
-                k_state = self.first_block(products, k_pipe, k_state, rows, warpgroup, full, end, run)
+                k_state = self.first_block(
+                    products, k_pipe, k_state, rows, warpgroup, is_store_warp, full, end, run
+                )
                 unmasked = cutlass.min(full, end - 1)
                 for block in cutlass.range(end - 2, unmasked - 1, -1, unroll=1):
                     k_state, v_state = self.block(
@@ -99,7 +104,7 @@ class Consumer:
             if const_expr(config.separate_output):
                 q_pipe.consumer_release(q_state)
             if end > 0:
-                v_state = self.last_output(products, v_pipe, v_state, rows)
+                v_state = self.last_output(products, v_pipe, v_state, rows, warpgroup)
             # O and LSE leave
             begin(Phase.EPILOGUE)
             inverse, row_lse = self.softmax.finish(rows.shift, rows.sum)
@@ -126,7 +131,9 @@ class Consumer:
         begin(Phase.EXIT)
 
     @cute.jit
-    def start_rows(self, products: Products, first_row: Int32, seqlen_q: Int32, seqlen_k: Int32, run: RunTime) -> Rows:
+    def start_rows(
+        self, products: Products, s_p, first_row: Int32, seqlen_q: Int32, seqlen_k: Int32, run: RunTime
+    ) -> Rows:
         """Fresh registers for a tile: O = 0, no key seen."""
         config = self.config
         acc_o = new_accumulator(products.pv_add, (WGMMA_M, config.head_dim_v))
@@ -136,7 +143,7 @@ class Consumer:
         key_limits = cute.make_rmem_tensor(ROWS, Int32)
         for row in cutlass.range_constexpr(ROWS):
             key_limits[row] = self.band.key_limit(first_row + 8 * row, seqlen_q, seqlen_k, run.right)
-        return Rows(acc_o, new_left_operand(scores, self.dtype), shift, row_sum, key_limits)
+        return Rows(acc_o, self.probabilities.start(products, scores, s_p), shift, row_sum, key_limits)
 
     @cute.jit
     def mask(self, scores: cute.Tensor, rows: Rows, block: Int32):
@@ -148,15 +155,24 @@ class Consumer:
         mask_scores(rows_and_columns(scores), limits, self.softmax.masked)
 
     @cute.jit
-    def keep_probabilities(self, scores: cute.Tensor, rows: Rows, run: RunTime):
+    def keep_probabilities(self, products: Products, scores: cute.Tensor, rows: Rows, run: RunTime):
         """Scores to P in 16 bit, for the P V that comes with the next block."""
         for row in cutlass.range_constexpr(ROWS):
             self.softmax.exponentiate(rows_and_columns(scores), row, rows.sum, rows.shift, run.scale_log2)
-        rows.probabilities.store(as_left_operand(scores).load().to(self.dtype))
+        self.probabilities.keep(products, rows.probabilities, scores)
 
     @cute.jit
     def first_block(
-        self, products: Products, k_pipe, k_state, rows: Rows, warpgroup: Int32, full: Int32, end: Int32, run: RunTime
+        self,
+        products: Products,
+        k_pipe,
+        k_state,
+        rows: Rows,
+        warpgroup: Int32,
+        is_store_warp: Boolean,
+        full: Int32,
+        end: Int32,
+        run: RunTime,
     ):
         """Scores and softmax of the last block: its P V comes with the next block."""
         scores = new_accumulator(products.qk_first, (WGMMA_M, self.config.tile_n))
@@ -180,7 +196,8 @@ class Consumer:
         if self.softmax.outgrown(extremes, rows.shift, run.scale_log2):
             self.softmax.catch_up(extremes, rows.shift, rows.sum, run.scale_log2)
         begin(Phase.EXPONENTIALS)
-        self.keep_probabilities(scores, rows, run)
+        self.probabilities.claim(warpgroup, is_store_warp)
+        self.keep_probabilities(products, scores, rows, run)
         return k_state
 
     @cute.jit
@@ -213,7 +230,8 @@ class Consumer:
         begin(Phase.WAIT_V)
         v_pipe.consumer_wait(v_state)
         begin(Phase.ISSUE_PV)
-        issue_output(products, rows.acc_o, rows.probabilities, v_state.index)
+        self.probabilities.meet(warpgroup, in_turn=self.turns.enabled)
+        issue_output(products, rows.acc_o, rows.probabilities.operand, v_state.index)
         self.turns.give(warpgroup)
         # P V runs on under the row maximum here and under the other warpgroups' softmax; without overlap both
         # products end first
@@ -233,19 +251,20 @@ class Consumer:
         if self.softmax.outgrown(extremes, rows.shift, run.scale_log2):
             rescale = self.softmax.catch_up(extremes, rows.shift, rows.sum, run.scale_log2)
             rescale_rows(rows_and_columns(rows.acc_o), rescale)
-        self.keep_probabilities(scores, rows, run)
+        self.keep_probabilities(products, scores, rows, run)
         k_state.advance()
         v_state.advance()
         return k_state, v_state
 
     @cute.jit
-    def last_output(self, products: Products, v_pipe, v_state, rows: Rows):
+    def last_output(self, products: Products, v_pipe, v_state, rows: Rows, warpgroup: Int32):
         """P V of the last visited block."""
         begin(Phase.WAIT_V)
         v_pipe.consumer_wait(v_state)
         begin(Phase.ISSUE_PV)
+        self.probabilities.meet(warpgroup, in_turn=False)
         wgmma.fence()
-        issue_output(products, rows.acc_o, rows.probabilities, v_state.index)
+        issue_output(products, rows.acc_o, rows.probabilities.operand, v_state.index)
         begin(Phase.WAIT_PV)
         wgmma.wait_group(0)
         v_pipe.consumer_release(v_state)
