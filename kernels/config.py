@@ -11,6 +11,10 @@ SHARED_ALIGNMENT = 1024  # bytes; the 128-byte swizzle of TMA and WGMMA repeats 
 ELEMENT_BYTES = 2  # bf16 and fp16
 SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16"}  # what kernels are built for, as names say it
 
+REGISTER_FILE = 65_536  # registers of an SM, which a CTA at launch shares out evenly
+# Registers that ptxas wants at launch beside the accumulator of one WGMMA (N / 2), whatever setmaxnreg gives later:
+# its error C7602 asked for 130 at N = 208 and 154 at N = 256.
+WGMMA_REGISTERS = 26
 OTHER_REGISTERS = 24  # addresses, row statistics and loop state: seen in the compiled kernels
 # Registers per thread after setmaxnreg, by number of consumer warpgroups: (producer, consumer). The sum over
 # warpgroups must stay within 65,536 / 128 = 512 registers per "thread column", and each is a multiple of 8. The
@@ -58,6 +62,11 @@ class ForwardConfig:
     def registers(self):
         """(producer, consumer) registers per thread."""
         return REGISTERS[self.consumer_warpgroups]
+
+    @property
+    def launch_registers(self):
+        """Registers per thread before setmaxnreg; allocated in units of 8."""
+        return REGISTER_FILE // self.threads // 8 * 8
 
     @property
     def dynamic(self):
@@ -137,6 +146,11 @@ class ForwardConfig:
                 self.spare_registers() >= 0,
                 f"S, P and O must leave {OTHER_REGISTERS} of {self.registers[1]} registers, "
                 f"got {OTHER_REGISTERS + self.spare_registers()}",
+            ),
+            (
+                max(self.tile_n, self.head_dim_v) // 2 + WGMMA_REGISTERS <= self.launch_registers,
+                f"a WGMMA of {max(self.tile_n, self.head_dim_v)} columns needs more than the {self.launch_registers} "
+                "registers of a thread at launch",
             ),
         )
         for holds, message in rules:

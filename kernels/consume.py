@@ -15,6 +15,7 @@ from .config import WARPGROUP_THREADS, WARPS_PER_WARPGROUP, WGMMA_M, ForwardConf
 from .epilogue import normalise, send_output, store_lse, wait_output_free, write_output
 from .mask import mask_scores
 from .phases import Phase, begin
+from .probabilities import Probabilities, RegisterP, SharedP
 from .products import (
     Products,
     issue_output,
@@ -23,7 +24,6 @@ from .products import (
     new_accumulator,
     rows_and_columns,
 )
-from .probabilities import Probabilities, RegisterP, SharedP
 from .schedule import SLOTS, Schedule, TileQueue
 from .softmax import QUAD, ROWS, Softmax, rescale_rows
 
@@ -89,9 +89,7 @@ class Consumer:
             # Main loop
             q_pipe.consumer_wait(q_state)
             if end > 0:
-                k_state = self.first_block(
-                    products, k_pipe, k_state, rows, warpgroup, is_store_warp, full, end, run
-                )
+                k_state = self.first_block(products, k_pipe, k_state, rows, warpgroup, is_store_warp, full, end, run)
                 unmasked = cutlass.min(full, end - 1)
                 for block in cutlass.range(end - 2, unmasked - 1, -1, unroll=1):
                     k_state, v_state = self.block(

@@ -25,7 +25,7 @@ class Probabilities(NamedTuple):
     """P of one block in 16 bit."""
 
     operand: cute.Tensor  # A of P V, (.., tile_n / 16): registers, or descriptors of shared memory
-    memory: cute.Tensor  # this warpgroup's (64, tile_n) of shared memory; None where P stays in registers
+    target: cute.Tensor  # where this thread writes in shared memory; None where P stays in registers
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class RegisterP:
     dtype: type
     source = wgmma.OperandSource.RMEM
 
-    def start(self, products: Products, scores: cute.Tensor, memory) -> Probabilities:
-        return Probabilities(new_left_operand(scores, self.dtype), memory)
+    def start(self, products: Products, scores: cute.Tensor, memory: None) -> Probabilities:
+        return Probabilities(new_left_operand(scores, self.dtype), None)
 
     def claim(self, warpgroup: Int32, is_store_warp: Boolean):
         """Nobody else uses the registers."""
@@ -57,9 +57,16 @@ class SharedP:
     source = wgmma.OperandSource.SMEM
 
     def start(self, products: Products, scores: cute.Tensor, memory: cute.Tensor) -> Probabilities:
-        """Descriptors of P, and where to write it. ``scores`` has the shape of a block's accumulator."""
+        """P in ``memory``, this warpgroup's (64, tile_n); ``scores`` has the shape of a block's accumulator."""
         pv_slice = products.pv_add.get_slice(0)
-        return Probabilities(products.pv_add.make_fragment_A(pv_slice.partition_A(memory)), memory)
+        operand = products.pv_add.make_fragment_A(pv_slice.partition_A(memory))
+        return Probabilities(operand, self.copy(products).partition_D(memory))
+
+    def copy(self, products: Products):
+        """How a thread writes its part of S's accumulator, as 16 bit, into the warpgroup's tile: by stmatrix."""
+        store_atom = sm90.get_smem_store_op(LayoutEnum.ROW_MAJOR, self.dtype, Float32)
+        thread = cute.arch.thread_idx()[0] % WARPGROUP_THREADS
+        return cute.make_tiled_copy_C(store_atom, products.qk_first).get_slice(thread)
 
     @cute.jit
     def claim(self, warpgroup: Int32, is_store_warp: Boolean):
@@ -71,10 +78,8 @@ class SharedP:
         """Write P (stmatrix) for WGMMA to read. The P V that read the block before must have ended."""
         converted = cute.make_rmem_tensor_like(scores, self.dtype)
         converted.store(scores.load().to(self.dtype))
-        thread = cute.arch.thread_idx()[0] % WARPGROUP_THREADS
-        store_atom = sm90.get_smem_store_op(LayoutEnum.ROW_MAJOR, self.dtype, Float32)
-        copy = cute.make_tiled_copy_C(store_atom, products.qk_first).get_slice(thread)
-        cute.copy(copy, copy.retile(converted), copy.partition_D(probabilities.memory))
+        copy = self.copy(products)
+        cute.copy(copy, copy.retile(converted), probabilities.target)
         cute.arch.fence_view_async_shared()  # each thread's own writes, before the barrier that P V waits behind
 
     @cute.jit
