@@ -21,6 +21,7 @@ class Plan(NamedTuple):
     stages: int = STAGES
     pingpong: bool = True
     overlap: bool = True
+    shared_p: bool = False  # P through shared memory: leaves registers to wide blocks under three warpgroups
 
 
 # (head_dim class, head_dim_v class, right bound) -> plan. Figures: TFLOP/s on an H200, bf16, length 8192, batch 2, of
@@ -33,7 +34,7 @@ TABLE = {
     (96, 96, False): Plan(192, 112),
     # 516; 128 x 128 507
     (96, 96, True): Plan(192, 96),
-    # 656; 128 x 160 591 and 128 x 176 599, where O shares Q's memory; three stages, also sharing, 646; without
+    # 656; 128 x 160 591 and 128 x 176 599, where O shared Q's memory then; three stages, also sharing, 646; without
     # ping-pong 659
     (128, 128, False): Plan(128, 128),
     # 619; three stages without ping-pong 602
@@ -85,6 +86,7 @@ def forward_config(static, plan):
         stages=plan.stages,
         pingpong=plan.pingpong,
         overlap=plan.overlap,
+        shared_p=plan.shared_p,
     )
 
 

@@ -16,12 +16,13 @@ from cutlass.memory import SmemAllocator
 from .args import RunTime, TiledTensor
 from .barriers import Turns
 from .blocks import Band
-from .config import WARPS_PER_WARPGROUP, WGMMA_M, ForwardConfig
+from .config import SHARED_ALIGNMENT, WARPS_PER_WARPGROUP, WGMMA_M, ForwardConfig
 from .consume import Consumer
 from .kv_source import DenseValues
 from .load import Producer
 from .output import DirectOutput, StagedOutput
 from .phases import Phase, begin
+from .probabilities import RegisterP, SharedP
 from .schedule import SLOTS, Schedule, TileQueue
 from .smem import forward_layouts, forward_storage
 from .softmax import Softmax
@@ -67,7 +68,7 @@ class ForwardKernel:
         """
         config, dtype = self.config, self.dtype
         # TMA atoms
-        q_layout, k_layout, v_layout, o_layout = forward_layouts(config, dtype)
+        q_layout, k_layout, v_layout, o_layout, _ = forward_layouts(config, dtype)
         load_op = cpasync.CopyBulkTensorTileG2SOp()
         atom = cpasync.make_tiled_tma_atom
         one = (None, None, 0)
@@ -98,7 +99,7 @@ class ForwardKernel:
                 cpasync.prefetch_descriptor(tiled.atom)
             self.output.prefetch(out)
         storage = SmemAllocator().allocate(self.storage())
-        q_layout, k_layout, v_layout, o_layout = forward_layouts(config, self.dtype)
+        q_layout, k_layout, v_layout, o_layout, p_layout = forward_layouts(config, self.dtype)
         s_q = storage.q.get_tensor(q_layout.outer, swizzle=q_layout.inner)
         s_k = storage.k.get_tensor(k_layout.outer, swizzle=k_layout.inner)
         s_v = storage.v.get_tensor(v_layout.outer, swizzle=v_layout.inner)
@@ -114,10 +115,15 @@ class ForwardKernel:
                 producer.run(tensors, (s_q, s_k, s_v), pipes, queue, run)
         else:
             cute.arch.setmaxregister_increase(consumer_registers)
-            shared_output = self.output.shared(storage, o_layout, warp // WARPS_PER_WARPGROUP - 1)
+            warpgroup = warp // WARPS_PER_WARPGROUP - 1
+            o = self.output_piece(storage, o_layout, warpgroup) if config.staged_output else None
+            p = self.output_piece(storage, p_layout, warpgroup) if config.shared_p else None
             softmax = Softmax(config.negative_scale)
-            consumer = Consumer(config, self.dtype, self.band, self.schedule, self.turns, softmax, self.output)
-            consumer.run(tensors, (s_q, s_k, s_v), out, shared_output, lse, pipes, queue, run)
+            probabilities = SharedP(self.dtype) if config.shared_p else RegisterP(self.dtype)
+            consumer = Consumer(
+                config, self.dtype, self.band, self.schedule, self.turns, softmax, probabilities, self.output
+            )
+            consumer.run(tensors, (s_q, s_k, s_v, p), out, o, lse, pipes, queue, run)
 
     def storage(self):
         """The struct of shared memory; ForwardConfig's arithmetic, by which plans are chosen, must not promise less."""
@@ -125,6 +131,13 @@ class ForwardKernel:
         if storage.size_in_bytes() > self.config.smem_bytes():
             raise ValueError(f"{self.config.name}: {storage.size_in_bytes()} bytes, planned {self.config.smem_bytes()}")
         return storage
+
+    @cute.jit
+    def output_piece(self, storage, layout, warpgroup: Int32):
+        """A consumer warpgroup's piece of shared memory for O and, one after the other, P."""
+        pointer = (storage.o.data_ptr() + warpgroup * (WGMMA_M * self.config.output_columns)).align(SHARED_ALIGNMENT)
+        one_piece = cute.slice_(layout, (None, None, 0))
+        return cute.make_tensor(cute.recast_ptr(pointer, one_piece.inner, dtype=self.dtype), one_piece.outer)
 
     @cute.jit
     def pipelines(self, storage):

@@ -15,7 +15,7 @@ from cutlass.tensor_utils import LayoutEnum
 
 from .args import TiledTensor, partition
 from .barriers import sync_warpgroup
-from .config import SHARED_ALIGNMENT, WGMMA_M
+from .config import WGMMA_M
 from .softmax import QUAD, ROWS
 
 GROUP = 8  # neighbouring columns that a quad holds of a row, two a thread: 16 bytes
@@ -43,6 +43,16 @@ def convert(acc_o, dtype):
     return converted
 
 
+@cute.jit
+def wait_output_free(warpgroup: Int32, in_store_warp: Boolean):
+    """Return when the warpgroup may write its O buffer: the last store has read it, and no warp still reads P from
+    it.
+    """
+    if in_store_warp:
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+    sync_warpgroup(warpgroup)
+
+
 @dataclass(frozen=True)
 class StagedOutput:
     """Through shared memory of the warpgroup's own; the TMA store runs on under the next tile."""
@@ -62,19 +72,9 @@ class StagedOutput:
         cpasync.prefetch_descriptor(out.atom)
 
     @cute.jit
-    def shared(self, storage, layout: cute.ComposedLayout, warpgroup: Int32) -> cute.Tensor:
-        """A warpgroup's (64, head_dim_v) piece of shared memory."""
-        pointer = (storage.o.data_ptr() + warpgroup * (WGMMA_M * self.head_dim_v)).align(SHARED_ALIGNMENT)
-        one_piece = cute.slice_(layout, (None, None, 0))
-        return cute.make_tensor(cute.recast_ptr(pointer, one_piece.inner, dtype=self.dtype), one_piece.outer)
-
-    @cute.jit
     def store(self, out: TiledTensor, shared: cute.Tensor, acc_o: cute.Tensor, pv_mma: cute.TiledMma, piece: Piece):
         """Write O to shared memory (stmatrix) and start its TMA store, which clips what lies outside the tensor."""
-        # The last store has read the memory
-        if piece.in_store_warp:
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
-        sync_warpgroup(piece.warpgroup)
+        wait_output_free(piece.warpgroup, piece.in_store_warp)
         # Write, and make it visible to TMA
         converted = convert(acc_o, self.dtype)
         store_atom = sm90.get_smem_store_op(LayoutEnum.ROW_MAJOR, self.dtype, Float32)
@@ -85,9 +85,7 @@ class StagedOutput:
         # Start the store
         if piece.in_store_warp:
             rows = out.tensor[None, None, piece.head, piece.batch]
-            source, target = partition(
-                out, shared, cute.local_tile(rows, (WGMMA_M, self.head_dim_v), (piece.index, 0))
-            )
+            source, target = partition(out, shared, cute.local_tile(rows, (WGMMA_M, self.head_dim_v), (piece.index, 0)))
             cute.copy(out.atom, source, target)
             cute.arch.cp_async_bulk_commit_group()
 
@@ -109,17 +107,14 @@ class DirectOutput:
     dtype: type
     head_dim_v: int
 
-    def target(self, out, layout):
+    def target(self, out: cute.Tensor, layout: cute.ComposedLayout) -> cute.Tensor:
         return out
 
-    def prefetch(self, out):
-        pass
-
-    def shared(self, storage, layout, warpgroup):
-        return None
+    def prefetch(self, out: cute.Tensor):
+        """There is no descriptor."""
 
     @cute.jit
-    def store(self, out: cute.Tensor, shared, acc_o: cute.Tensor, pv_mma: cute.TiledMma, piece: Piece):
+    def store(self, out: cute.Tensor, shared: None, acc_o: cute.Tensor, pv_mma: cute.TiledMma, piece: Piece):
         """Write this thread's share of ``out`` (length, head_dim_v, heads, batch); rows and columns past its end are
         not written.
         """
@@ -144,8 +139,8 @@ class DirectOutput:
                     target = cute.local_tile(columns, (GROUP,), (first + lane,))
                     cute.copy(store, cute.recast_tensor(whole, self.dtype), target)
 
-    def finish(self, in_store_warp):
-        pass
+    def finish(self, in_store_warp: Boolean):
+        """A CTA's writes to global memory outlive it."""
 
 
 def transpose(words, lane):

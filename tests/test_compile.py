@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from compiled import code, texts
+from compiled import code
 
 from hopper_fa3 import compile as compiling
 from hopper_fa3 import plan
 from hopper_fa3.kernels.softmax import LARGEST_EXPONENT
-from hopper_fa3.machine_code import instructions
 from hopper_fa3.problem import Static
 
 ROOT = Path(__file__).parent.parent
@@ -33,8 +32,6 @@ KINDS = [
         ("bfloat16", 256, 256, True, False),
         ("bfloat16", 192, 128, True, False),
         ("bfloat16", 64, 256, True, False),
-        ("bfloat16", 128, 256, False, False),
-        ("float16", 256, 256, True, False),
         ("float16", 128, 128, True, True),
     )
 ]
@@ -53,12 +50,6 @@ def test_machine_code(static):
     scores, output = static.head_dim // 16, config.tile_n // 16
     assert found.counts["HGMMA"] == 3 * scores + 3 * output
     assert found.counts["UTMALDG"] >= 3
-    # O: by TMA from shared memory, or 16 bytes a lane from registers, 32 columns of a row in each quad
-    stores = sum(instruction.opcode.startswith("STG.E.128") for instruction in instructions(texts(static)[-1]))
-    if config.staged_output:
-        assert found.counts["UTMASTG"] >= 1 and stores == 0
-    else:
-        assert "UTMASTG" not in found.counts and stores == 2 * config.head_dim_v // 32
     assert found.counts["USETMAXREG"] == 2
     assert (found.stack, found.local, found.spills) == (0, 0, 0)
     assert found.registers == 65536 // config.threads // 8 * 8  # setmaxnreg starts from an even split
