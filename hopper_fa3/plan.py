@@ -9,7 +9,7 @@ from .kernels.config import ELEMENT_BYTES, HEAD_DIM_CLASSES, SHARED_MEMORY_LIMIT
 # K and V of the heads that are scheduled together should stay in L2. An H200 has 50 to 60 MB of it; O, Q and the
 # neighbours' traffic take the rest. FlashAttention-3 uses the same 32 MB.
 L2_BUDGET_BYTES = 32 * 2**20
-WIDEST_BLOCK = 128  # keys; 160 and 176 lost 9 % at head_dim 128 and 96, see the table
+WIDEST_BLOCK = 128  # keys; 160 and 176 lost 7 % at head_dim 128
 STAGES = 2  # K and V tiles in flight; three do not fit beside these tiles from head_dim 128 on
 
 
@@ -25,30 +25,32 @@ class Plan(NamedTuple):
 
 
 # (head_dim class, head_dim_v class, right bound) -> plan. Figures: TFLOP/s on an H200, bf16, length 8192, batch 2, of
-# this row and of what it was tried against in the same run (2026-11-29); notes in profiling/NOTES.md.
+# this row and of what it was tried against in the same run (2026-11-29, with the softmax that keeps row maxima out of
+# the loop); "P shared": P goes through shared memory. Notes in profiling/NOTES.md.
 TABLE = {
-    # 530 with 2 stages, 528 with 3, 523 with 4; two warpgroups (128 x 128) 402 against 516; without ping-pong 497
+    # 558; without ping-pong 560, three stages 560, P shared 192 x 192 537 and 192 x 160 531
     (64, 64, False): Plan(192, 128),
+    # 507; without ping-pong 505
     (64, 64, True): Plan(192, 128),
-    # 567; 192 x 96 554, 128 x 128 523, 128 x 160 494
+    # 656; P shared 192 x 144 641 and 192 x 128 630
     (96, 96, False): Plan(192, 112),
-    # 516; 128 x 128 507
+    # 575; 192 x 112 575; P shared 192 x 144 equal and 192 x 128 2 % slower
     (96, 96, True): Plan(192, 96),
-    # 656; 128 x 160 591 and 128 x 176 599, where O shared Q's memory then; three stages, also sharing, 646; without
-    # ping-pong 659
-    (128, 128, False): Plan(128, 128),
-    # 619; three stages without ping-pong 602
+    # 728; P in registers, 128 x 128 697, without ping-pong 683; 128 x 176 661 where 128 x 128 had 709
+    (128, 128, False): Plan(192, 128, shared_p=True),
+    # 650, at length 2048 536; P shared, 192 x 128 656, at 2048 503
     (128, 128, True): Plan(128, 128),
-    # 691; without ping-pong 681
+    # 726; without ping-pong 715
     (192, 128, False): Plan(128, 128),
-    # 642; with ping-pong 634
+    # 683; with ping-pong 683
     (192, 128, True): Plan(128, 128, pingpong=False),
-    # 112 keys are all that shared memory holds beside Q in two stages; 666, without ping-pong 657
+    # 112 keys are all that shared memory holds beside Q in two stages; 723, without ping-pong 720
     (192, 192, False): Plan(128, 112),
+    # 664
     (192, 192, True): Plan(128, 112),
-    # 80 keys likewise; 688, with ping-pong 689: softmax is short beside these products, so the turns bring nothing
+    # 80 keys likewise; 733, with ping-pong 727: softmax is short beside these products, so the turns bring nothing
     (256, 256, False): Plan(128, 80, pingpong=False),
-    # 618, with ping-pong 618
+    # 677, with ping-pong 679
     (256, 256, True): Plan(128, 80, pingpong=False),
 }
 
