@@ -5,7 +5,7 @@ from enum import IntEnum
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Boolean, Int32, const_expr
 
 from .config import WARPGROUP_THREADS
 
@@ -15,6 +15,7 @@ class Barrier(IntEnum):
 
     TURN = 1  # 1, 2, 3
     OUTPUT = 4  # 4, 5, 6
+    VOTE = 7  # 7, 8, 9
 
 
 @dataclass(frozen=True)
@@ -57,3 +58,15 @@ class Turns:
 def sync_warpgroup(warpgroup: Int32):
     """All 128 threads of one consumer warpgroup meet."""
     cute.arch.barrier(barrier_id=int(Barrier.OUTPUT) + warpgroup, number_of_threads=WARPGROUP_THREADS)
+
+
+@cute.jit
+def any_of_warpgroup(warpgroup: Int32, predicate: Boolean) -> Boolean:
+    """Whether ``predicate`` holds in any of the 128 threads of one consumer warpgroup; all of them get the answer."""
+    found = cute.arch.inline_ptx(
+        "{ .reg .pred own, any; setp.ne.s32 own, {$r0}, 0; "
+        "barrier.cta.red.or.pred any, {$r1}, {$r2}, own; selp.s32 {$w0}, 1, 0, any; }",
+        write_only_types=[Int32],
+        read_only_args=[Int32(predicate), int(Barrier.VOTE) + warpgroup, Int32(WARPGROUP_THREADS)],
+    )
+    return found != 0

@@ -33,6 +33,7 @@ class Phase(Enum):
     ROW_MAXIMUM = "row maximum"
     WAIT_PV = "wait: PV done"
     EXPONENTIALS = "exponentials"
+    CATCH_UP = "catch up"
     EPILOGUE = "epilogue"
     EXIT = "exit"
 

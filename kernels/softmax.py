@@ -4,9 +4,10 @@ Milakov and Gimelshein 2018, "Online normalizer calculation for softmax"; FlashA
 stays unnormalised until the last block. The softmax scale is folded into the exponent: ``p = exp2(s * scale_log2 -
 shift)`` is one FFMA and one MUFU an element.
 
-Lazily: a row's shift follows its extreme only where an exponent would pass it by more than a tolerance. That is rare,
-so a block usually needs no quad-wide extreme, no factor, and no rescaling of O. The result is the same softmax: any
-shift cancels between O and the sum.
+Any shift gives the same softmax, because it cancels between O and the sum; it only has to keep p in range. So no block
+but a tile's first computes its row maximum. The sums, needed anyway, bound every p: where one passes SUM_LIMIT, which
+is rare, the block's scores are made again, the shift of the rows concerned moves to their maximum, and what came before
+is rescaled.
 """
 
 import math
@@ -14,13 +15,14 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, const_expr
+from cutlass import Boolean, Float32, const_expr
 
-# Where the exponent's shift starts: finite, so that a fully masked block yields exp2(-inf) = 0 with no guard.
+# Where a row's shift starts: finite, so that masked scores yield exp2(-inf) = 0 with no guard. The first score that a
+# row sees then passes every limit.
 LOWEST_SHIFT = -3.4e38
-# Exponents may pass the shift by this much before O and the sum are rescaled: P then stays below 2**8, which loses
-# nothing in bf16 and fp16, and sums in float32 stay far from their range. (FlashAttention-4 waits for 8 on Blackwell.)
-TOLERANCE = 8.0
+# A thread's sum over its columns of a block (a quarter of a row) may reach this before the shift moves. No p is larger:
+# far from 65504, fp16's range, and 16 and 32 bit lose no accuracy at any magnitude inside theirs.
+SUM_LIMIT = 2.0**10
 ROWS = 2  # rows of a WGMMA accumulator that one thread holds
 QUAD = 4  # threads that share a row
 CHAINS = 4  # independent partial maxima and sums a row: hides the latency of dependent FMNMX and FADD
@@ -51,33 +53,51 @@ class Softmax:
         return cute.arch.fmin(a, b) if const_expr(self.negative_scale) else cute.arch.fmax(a, b)
 
     @cute.jit
-    def extremes(self, scores: cute.Tensor):
-        """The extreme of each row's scores (2 rows, columns) that this thread holds, a quarter of the row."""
-        found = cute.make_rmem_tensor(ROWS, Float32)
+    def largest_exponent(self, scores: cute.Tensor, row: cutlass.Constexpr[int], scale_log2: Float32) -> Float32:
+        """The largest exponent of one whole row of the block; ``scores`` is this thread's (2 rows, columns)."""
+        partial = [scores[row, chain] for chain in range(CHAINS)]
+        for column in cutlass.range_constexpr(CHAINS, cute.size(scores, mode=[1])):
+            partial[column % CHAINS] = self.extreme(partial[column % CHAINS], scores[row, column])
+        own = self.extreme(self.extreme(partial[0], partial[1]), self.extreme(partial[2], partial[3]))
+        return cute.arch.warp_reduction(own, self.extreme, threads_in_group=QUAD) * scale_log2
+
+    @cute.jit
+    def set_shift(self, scores: cute.Tensor, shift: cute.Tensor, scale_log2: Float32):
+        """Shift of each row for the first block that it meets. fmax drops NaN and keeps a masked row's finite."""
         for row in cutlass.range_constexpr(ROWS):
-            partial = [scores[row, chain] for chain in range(CHAINS)]
-            for column in cutlass.range_constexpr(CHAINS, cute.size(scores, mode=[1])):
-                partial[column % CHAINS] = self.extreme(partial[column % CHAINS], scores[row, column])
-            found[row] = self.extreme(self.extreme(partial[0], partial[1]), self.extreme(partial[2], partial[3]))
-        return found
+            shift[row] = cute.arch.fmax(shift[row], self.largest_exponent(scores, row, scale_log2))
 
     @cute.jit
-    def outgrown(self, extremes: cute.Tensor, shift: cute.Tensor, scale_log2: Float32):
-        """Whether an exponent of any row of the warp passes its shift by more than the tolerance; the same answer in
-        all lanes.
+    def exponentiate(self, scores: cute.Tensor, sums: cute.Tensor, shift: cute.Tensor, scale_log2: Float32):
+        """Turn scores (2 rows, columns) into probabilities in place; ``sums``: this thread's of each row. The quad
+        meets in :meth:`finish`.
         """
-        excess = cute.arch.fmax(extremes[0] * scale_log2 - shift[0], extremes[1] * scale_log2 - shift[1])
-        return cute.arch.vote_any_sync(excess > Float32(TOLERANCE))
+        columns = cute.size(scores, mode=[1])
+        for row in cutlass.range_constexpr(ROWS):
+            for column in cutlass.range_constexpr(columns):
+                scores[row, column] = cute.math.exp2(scores[row, column] * scale_log2 - shift[row], fastmath=True)
+            partial = [scores[row, chain] for chain in range(CHAINS)]
+            for column in cutlass.range_constexpr(CHAINS, columns):
+                partial[column % CHAINS] = partial[column % CHAINS] + scores[row, column]
+            sums[row] = (partial[0] + partial[1]) + (partial[2] + partial[3])
 
     @cute.jit
-    def catch_up(self, extremes: cute.Tensor, shift: cute.Tensor, row_sum: cute.Tensor, scale_log2: Float32):
-        """Move the shift of each row that outgrew it to the row's extreme, and rescale its sum; the factor of each row
-        for what came before. A row's factor depends on that row alone: it is exactly 1 where only others outgrew.
+    def outgrown(self, sums: cute.Tensor) -> Boolean:
+        """Whether a probability of this thread may be too large. NaN is not: no shift would mend it."""
+        return cute.arch.fmax(sums[0], sums[1]) > Float32(SUM_LIMIT)
+
+    @cute.jit
+    def catch_up(
+        self, scores: cute.Tensor, sums: cute.Tensor, shift: cute.Tensor, row_sum: cute.Tensor, scale_log2: Float32
+    ):
+        """Move the shift of each row that outgrew it to the row's largest exponent, and rescale its sum; the factor of
+        each row for what came before. A row's factor depends on that row alone: it is exactly 1 where only others
+        outgrew.
         """
         rescale = cute.make_rmem_tensor(ROWS, Float32)
         for row in cutlass.range_constexpr(ROWS):
-            largest = cute.arch.warp_reduction(extremes[row], self.extreme, threads_in_group=QUAD) * scale_log2
-            outgrew = largest - shift[row] > Float32(TOLERANCE)
+            largest = self.largest_exponent(scores, row, scale_log2)
+            outgrew = cute.arch.warp_reduction(sums[row], cute.arch.fmax, threads_in_group=QUAD) > Float32(SUM_LIMIT)
             now = cutlass.select_(outgrew, largest, shift[row])
             rescale[row] = cutlass.select_(outgrew, cute.math.exp2(shift[row] - now, fastmath=True), Float32(1.0))
             shift[row] = now
@@ -85,23 +105,10 @@ class Softmax:
         return rescale
 
     @cute.jit
-    def exponentiate(
-        self,
-        scores: cute.Tensor,
-        row: cutlass.Constexpr[int],
-        row_sum: cute.Tensor,
-        shift: cute.Tensor,
-        scale_log2: Float32,
-    ):
-        """Turn one row's scores into probabilities in place and add them to its sum."""
-        columns = cute.size(scores, mode=[1])
-        for column in cutlass.range_constexpr(columns):
-            scores[row, column] = cute.math.exp2(scores[row, column] * scale_log2 - shift[row], fastmath=True)
-        partial = [scores[row, chain] for chain in range(CHAINS)]
-        for column in cutlass.range_constexpr(CHAINS, columns):
-            partial[column % CHAINS] = partial[column % CHAINS] + scores[row, column]
-        # Each thread sums its own columns; the quad meets once, in finish().
-        row_sum[row] = row_sum[row] + ((partial[0] + partial[1]) + (partial[2] + partial[3]))
+    def add(self, row_sum: cute.Tensor, sums: cute.Tensor):
+        """Bring the rows' sums up to date with a block's."""
+        for row in cutlass.range_constexpr(ROWS):
+            row_sum[row] = row_sum[row] + sums[row]
 
     @cute.jit
     def finish(self, shift: cute.Tensor, row_sum: cute.Tensor):
