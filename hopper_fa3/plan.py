@@ -21,6 +21,7 @@ class Plan(NamedTuple):
     stages: int = STAGES
     pingpong: bool = True
     overlap: bool = True
+    shared_p: bool = False  # P through shared memory: leaves registers to wide blocks under three warpgroups
 
 
 # (head_dim class, head_dim_v class, right bound) -> plan. Figures: TFLOP/s on an H200, bf16, length 8192, batch 2, of
@@ -86,6 +87,7 @@ def forward_config(static, plan):
         stages=plan.stages,
         pingpong=plan.pingpong,
         overlap=plan.overlap,
+        shared_p=plan.shared_p,
     )
 
 

@@ -11,6 +11,10 @@ SHARED_ALIGNMENT = 1024  # bytes; the 128-byte swizzle of TMA and WGMMA repeats 
 ELEMENT_BYTES = 2  # bf16 and fp16
 SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16"}  # what kernels are built for, as names say it
 
+REGISTER_FILE = 65_536  # registers of an SM, which a CTA at launch shares out evenly
+# Registers that ptxas wants at launch beside the accumulator of one WGMMA (N / 2), whatever setmaxnreg gives later:
+# its error C7602 asked for 130 at N = 208 and 154 at N = 256.
+WGMMA_REGISTERS = 26
 OTHER_REGISTERS = 24  # addresses, row statistics and loop state: seen in the compiled kernels
 # Registers per thread after setmaxnreg, by number of consumer warpgroups: (producer, consumer). The sum over
 # warpgroups must stay within 65,536 / 128 = 512 registers per "thread column", and each is a multiple of 8. The
@@ -34,6 +38,7 @@ class ForwardConfig:
     stages: int
     pingpong: bool
     overlap: bool
+    shared_p: bool = False  # P goes to P V through shared memory instead of registers
 
     @property
     def name(self):
@@ -41,7 +46,8 @@ class ForwardConfig:
         mask = "causal" if self.right_bound else "dense"
         dims = f"d{self.head_dim}" if self.head_dim == self.head_dim_v else f"d{self.head_dim}v{self.head_dim_v}"
         sign = "_negative_scale" if self.negative_scale else ""
-        return f"hopper_fa3_forward_{dims}_{mask}_{SHORT_DTYPES[self.dtype]}_{self.tile_m}x{self.tile_n}{sign}"
+        tile = f"{self.tile_m}x{self.tile_n}{'_shared_p' if self.shared_p else ''}"
+        return f"hopper_fa3_forward_{dims}_{mask}_{SHORT_DTYPES[self.dtype]}_{tile}{sign}"
 
     @property
     def consumer_warpgroups(self):
@@ -58,6 +64,11 @@ class ForwardConfig:
         return REGISTERS[self.consumer_warpgroups]
 
     @property
+    def launch_registers(self):
+        """Registers per thread before setmaxnreg; allocated in units of 8."""
+        return REGISTER_FILE // self.threads // 8 * 8
+
+    @property
     def dynamic(self):
         """True where tiles are of unequal length, so that CTAs fetch them from a counter."""
         return self.right_bound
@@ -67,13 +78,20 @@ class ForwardConfig:
         return self.tile_m * self.head_dim * ELEMENT_BYTES
 
     @property
+    def output_columns(self):
+        """Width of the 64 rows that a warpgroup has beside Q where it has them: for O, or for P and after it O."""
+        return max(self.tile_n, self.head_dim_v) if self.shared_p else self.head_dim_v
+
+    @property
     def output_bytes(self):
-        return self.tile_m * self.head_dim_v * ELEMENT_BYTES
+        return self.tile_m * self.output_columns * ELEMENT_BYTES
 
     @property
     def separate_output(self):
-        """True where the O tile has shared memory of its own; otherwise it reuses the Q tile of the same warpgroup."""
-        return self._smem_bytes(separate_output=True) <= SHARED_MEMORY_LIMIT
+        """True where the O tile has shared memory beside Q: its own, or P's. Otherwise it reuses the Q tile of the
+        same warpgroup.
+        """
+        return self.shared_p or self._smem_bytes(separate_output=True) <= SHARED_MEMORY_LIMIT
 
     def smem_bytes(self):
         """Shared memory of a CTA in bytes, as kernels/smem.py lays it out."""
@@ -87,9 +105,10 @@ class ForwardConfig:
 
     def spare_registers(self):
         """Registers left per consumer thread beside S and O (float32), P (16 bit) and OTHER_REGISTERS; negative: it
-        would spill.
+        would spill. P that goes through shared memory is converted where S was.
         """
-        scores, probabilities, output = self.tile_n // 2, self.tile_n // 4, self.head_dim_v // 2
+        scores, output = self.tile_n // 2, self.head_dim_v // 2
+        probabilities = 0 if self.shared_p else self.tile_n // 4
         return self.registers[1] - scores - probabilities - output - OTHER_REGISTERS
 
     def check(self):
@@ -127,6 +146,11 @@ class ForwardConfig:
                 self.spare_registers() >= 0,
                 f"S, P and O must leave {OTHER_REGISTERS} of {self.registers[1]} registers, "
                 f"got {OTHER_REGISTERS + self.spare_registers()}",
+            ),
+            (
+                max(self.tile_n, self.head_dim_v) // 2 + WGMMA_REGISTERS <= self.launch_registers,
+                f"a WGMMA of {max(self.tile_n, self.head_dim_v)} columns needs more than the {self.launch_registers} "
+                "registers of a thread at launch",
             ),
         )
         for holds, message in rules:

@@ -15,14 +15,13 @@ from .config import WARPGROUP_THREADS, WARPS_PER_WARPGROUP, WGMMA_M, ForwardConf
 from .epilogue import normalise, send_output, store_lse, wait_output_free, write_output
 from .mask import mask_scores
 from .phases import Phase, begin
+from .probabilities import Probabilities, RegisterP, SharedP
 from .products import (
     Products,
-    as_left_operand,
     issue_output,
     issue_scores,
     make_products,
     new_accumulator,
-    new_left_operand,
     rows_and_columns,
 )
 from .schedule import SLOTS, Schedule, TileQueue
@@ -33,7 +32,7 @@ class Rows(NamedTuple):
     """What one thread carries through the blocks of a tile."""
 
     acc_o: cute.Tensor
-    probabilities: cute.Tensor
+    probabilities: Probabilities
     shift: cute.Tensor
     sum: cute.Tensor
     key_limits: cute.Tensor  # leading keys that each row sees
@@ -47,6 +46,7 @@ class Consumer:
     schedule: Schedule
     turns: Turns
     softmax: Softmax
+    probabilities: RegisterP | SharedP
 
     @cute.jit
     def run(
@@ -59,7 +59,9 @@ class Consumer:
         queue: TileQueue,
         run: RunTime,
     ):
-        """All tiles of this CTA; one warpgroup's 64 rows of each. ``output``: this warpgroup's shared memory for O."""
+        """All tiles of this CTA; one warpgroup's 64 rows of each. ``shared``: Q, K, V of the CTA and this warpgroup's
+        P, or None; ``output``: this warpgroup's shared memory for O.
+        """
         config = self.config
         tiled_q, tiled_k, _, tiled_o = tensors
         q_pipe, k_pipe, v_pipe = pipes
@@ -73,7 +75,8 @@ class Consumer:
             # loop. With three warpgroups it costs a few.
             warpgroup = cutlass.min(cutlass.max(warpgroup, 0), 1)
         is_store_warp = warp % WARPS_PER_WARPGROUP == 0
-        products = make_products(config, self.dtype, shared, warpgroup)
+        s_q, s_k, s_v, s_p = shared
+        products = make_products(config, self.dtype, (s_q, s_k, s_v), self.probabilities.source, warpgroup)
         consumer = pipeline.PipelineUserType.Consumer
         k_state = pipeline.make_pipeline_state(consumer, config.stages)
         v_state = pipeline.make_pipeline_state(consumer, config.stages)
@@ -86,11 +89,11 @@ class Consumer:
             full, end, _ = self.band.blocks(m_block * config.tile_m, config.tile_m, seqlen_q, seqlen_k, run.right)
             first_row = m_block * config.tile_m + warpgroup * WGMMA_M + thread // QUAD // 8 * 16 + thread // QUAD % 8
             begin(Phase.WAIT_Q)
-            rows = self.start_rows(products, first_row, seqlen_q, seqlen_k, run)
+            rows = self.start_rows(products, s_p, first_row, seqlen_q, seqlen_k, run)
             # Main loop
             q_pipe.consumer_wait(q_state)
             if end > 0:
-                k_state = self.first_block(products, k_pipe, k_state, rows, warpgroup, full, end, run)
+                k_state = self.first_block(products, k_pipe, k_state, rows, warpgroup, is_store_warp, full, end, run)
                 unmasked = cutlass.min(full, end - 1)
                 for block in cutlass.range(end - 2, unmasked - 1, -1, unroll=1):
                     k_state, v_state = self.block(
@@ -103,7 +106,7 @@ class Consumer:
             if const_expr(config.separate_output):
                 q_pipe.consumer_release(q_state)
             if end > 0:
-                v_state = self.last_output(products, v_pipe, v_state, rows)
+                v_state = self.last_output(products, v_pipe, v_state, rows, warpgroup)
             # O and LSE leave
             begin(Phase.EPILOGUE)
             inverse, row_lse = self.softmax.finish(rows.shift, rows.sum)
@@ -130,7 +133,9 @@ class Consumer:
         begin(Phase.EXIT)
 
     @cute.jit
-    def start_rows(self, products: Products, first_row: Int32, seqlen_q: Int32, seqlen_k: Int32, run: RunTime) -> Rows:
+    def start_rows(
+        self, products: Products, s_p, first_row: Int32, seqlen_q: Int32, seqlen_k: Int32, run: RunTime
+    ) -> Rows:
         """Fresh registers for a tile: O = 0, no key seen."""
         config = self.config
         acc_o = new_accumulator(products.pv_add, (WGMMA_M, config.head_dim_v))
@@ -140,7 +145,7 @@ class Consumer:
         key_limits = cute.make_rmem_tensor(ROWS, Int32)
         for row in cutlass.range_constexpr(ROWS):
             key_limits[row] = self.band.key_limit(first_row + 8 * row, seqlen_q, seqlen_k, run.right)
-        return Rows(acc_o, new_left_operand(scores, self.dtype), shift, row_sum, key_limits)
+        return Rows(acc_o, self.probabilities.start(products, scores, s_p), shift, row_sum, key_limits)
 
     @cute.jit
     def mask(self, scores: cute.Tensor, rows: Rows, block: Int32):
@@ -152,14 +157,23 @@ class Consumer:
         mask_scores(rows_and_columns(scores), limits, self.softmax.masked)
 
     @cute.jit
-    def keep(self, scores: cute.Tensor, sums: cute.Tensor, rows: Rows):
+    def keep(self, products: Products, scores: cute.Tensor, sums: cute.Tensor, rows: Rows):
         """Probabilities to 16 bit, for the P V that comes with the next block, and their sums to the rows'."""
         self.softmax.add(rows.sum, sums)
-        rows.probabilities.store(as_left_operand(scores).load().to(self.dtype))
+        self.probabilities.keep(products, rows.probabilities, scores)
 
     @cute.jit
     def first_block(
-        self, products: Products, k_pipe, k_state, rows: Rows, warpgroup: Int32, full: Int32, end: Int32, run: RunTime
+        self,
+        products: Products,
+        k_pipe,
+        k_state,
+        rows: Rows,
+        warpgroup: Int32,
+        is_store_warp: Boolean,
+        full: Int32,
+        end: Int32,
+        run: RunTime,
     ):
         """Scores and softmax of the last block: its P V comes with the next block."""
         scores = new_accumulator(products.qk_first, (WGMMA_M, self.config.tile_n))
@@ -183,7 +197,8 @@ class Consumer:
         begin(Phase.EXPONENTIALS)
         sums = cute.make_rmem_tensor(ROWS, Float32)
         self.softmax.exponentiate(rows_and_columns(scores), sums, rows.shift, run.scale_log2)
-        self.keep(scores, sums, rows)
+        self.probabilities.claim(warpgroup, is_store_warp)
+        self.keep(products, scores, sums, rows)
         return k_state
 
     @cute.jit
@@ -216,7 +231,8 @@ class Consumer:
         begin(Phase.WAIT_V)
         v_pipe.consumer_wait(v_state)
         begin(Phase.ISSUE_PV)
-        issue_output(products, rows.acc_o, rows.probabilities, v_state.index)
+        self.probabilities.meet(warpgroup, in_turn=self.turns.enabled)
+        issue_output(products, rows.acc_o, rows.probabilities.operand, v_state.index)
         self.turns.give(warpgroup)
         # P V runs on under the softmax here and the other warpgroups'; without overlap both products end first
         begin(Phase.WAIT_QK)
@@ -240,7 +256,7 @@ class Consumer:
         begin(Phase.WAIT_PV)
         wgmma.wait_group(0)
         v_pipe.consumer_release(v_state)
-        self.keep(scores, sums, rows)
+        self.keep(products, scores, sums, rows)
         k_state.advance()
         v_state.advance()
         return k_state, v_state
@@ -269,13 +285,14 @@ class Consumer:
         rescale_rows(rows_and_columns(rows.acc_o), rescale)
 
     @cute.jit
-    def last_output(self, products: Products, v_pipe, v_state, rows: Rows):
+    def last_output(self, products: Products, v_pipe, v_state, rows: Rows, warpgroup: Int32):
         """P V of the last visited block."""
         begin(Phase.WAIT_V)
         v_pipe.consumer_wait(v_state)
         begin(Phase.ISSUE_PV)
+        self.probabilities.meet(warpgroup, in_turn=False)
         wgmma.fence()
-        issue_output(products, rows.acc_o, rows.probabilities, v_state.index)
+        issue_output(products, rows.acc_o, rows.probabilities.operand, v_state.index)
         begin(Phase.WAIT_PV)
         wgmma.wait_group(0)
         v_pipe.consumer_release(v_state)

@@ -21,6 +21,7 @@ from .consume import Consumer
 from .kv_source import DenseValues
 from .load import Producer
 from .phases import Phase, begin
+from .probabilities import RegisterP, SharedP
 from .schedule import SLOTS, Schedule, TileQueue
 from .smem import forward_layouts, forward_storage
 from .softmax import Softmax
@@ -65,7 +66,7 @@ class ForwardKernel:
         """
         config, dtype = self.config, self.dtype
         # TMA atoms
-        q_layout, k_layout, v_layout, o_layout = forward_layouts(config, dtype)
+        q_layout, k_layout, v_layout, o_layout, _ = forward_layouts(config, dtype)
         load_op, store_op = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         atom = cpasync.make_tiled_tma_atom
         one = (None, None, 0)
@@ -97,7 +98,7 @@ class ForwardKernel:
             for tiled in tensors:
                 cpasync.prefetch_descriptor(tiled.atom)
         storage = SmemAllocator().allocate(self.storage())
-        q_layout, k_layout, v_layout, o_layout = forward_layouts(config, self.dtype)
+        q_layout, k_layout, v_layout, o_layout, p_layout = forward_layouts(config, self.dtype)
         s_q = storage.q.get_tensor(q_layout.outer, swizzle=q_layout.inner)
         s_k = storage.k.get_tensor(k_layout.outer, swizzle=k_layout.inner)
         s_v = storage.v.get_tensor(v_layout.outer, swizzle=v_layout.inner)
@@ -113,10 +114,13 @@ class ForwardKernel:
                 producer.run(tensors, (s_q, s_k, s_v), pipes, queue, run)
         else:
             cute.arch.setmaxregister_increase(consumer_registers)
-            output = self.output_piece(storage, o_layout, warp // WARPS_PER_WARPGROUP - 1)
+            warpgroup = warp // WARPS_PER_WARPGROUP - 1
+            output = self.output_piece(storage, o_layout, warpgroup)
+            p = self.output_piece(storage, p_layout, warpgroup) if config.shared_p else None
             softmax = Softmax(config.negative_scale)
-            consumer = Consumer(config, self.dtype, self.band, self.schedule, self.turns, softmax)
-            consumer.run(tensors, (s_q, s_k, s_v), output, lse, pipes, queue, run)
+            probabilities = SharedP(self.dtype) if config.shared_p else RegisterP(self.dtype)
+            consumer = Consumer(config, self.dtype, self.band, self.schedule, self.turns, softmax, probabilities)
+            consumer.run(tensors, (s_q, s_k, s_v, p), output, lse, pipes, queue, run)
 
     def storage(self):
         """The struct of shared memory; ForwardConfig's arithmetic, by which plans are chosen, must not promise less."""
@@ -127,9 +131,11 @@ class ForwardKernel:
 
     @cute.jit
     def output_piece(self, storage, layout, warpgroup: Int32):
-        """A consumer warpgroup's (64, head_dim_v) piece of shared memory for O: its own, or its piece of Q."""
+        """A consumer warpgroup's piece of shared memory for O and, one after the other, P: its own, or its piece of
+        Q.
+        """
         config = self.config
-        columns = config.head_dim_v if config.separate_output else config.head_dim
+        columns = config.output_columns if config.separate_output else config.head_dim
         region = storage.o if config.separate_output else storage.q
         pointer = (region.data_ptr() + warpgroup * (WGMMA_M * columns)).align(SHARED_ALIGNMENT)
         one_piece = cute.slice_(layout, (None, None, 0))

@@ -20,23 +20,28 @@ class Products(NamedTuple):
 
     qk_first: cute.TiledMma  # S = Q Kᵀ, first step of the head dimension
     qk_add: cute.TiledMma  # S += Q Kᵀ, the other steps
-    pv_add: cute.TiledMma  # O += P V, P from registers
+    pv_add: cute.TiledMma  # O += P V, P from registers or shared memory
     q: cute.Tensor  # (.., head_dim / 16) of this warpgroup's piece of Q
     k: cute.Tensor  # (.., head_dim / 16, stages)
     v: cute.Tensor  # (.., tile_n / 16, stages)
 
 
 @cute.jit
-def make_products(config: cutlass.Constexpr, dtype: cutlass.Constexpr, shared: tuple, warpgroup: Int32) -> Products:
-    """Instructions and operands of one warpgroup; ``shared`` holds Q, K and V."""
+def make_products(
+    config: cutlass.Constexpr,
+    dtype: cutlass.Constexpr,
+    shared: tuple,
+    p_source: cutlass.Constexpr,
+    warpgroup: Int32,
+) -> Products:
+    """Instructions and operands of one warpgroup; ``shared`` holds Q, K and V, ``p_source`` says where P lies."""
     s_q, s_k, s_v = shared
     k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
     score_tile, output_tile = (WGMMA_M, config.tile_n), (WGMMA_M, config.head_dim_v)
     make = sm90.make_trivial_tiled_mma
     qk_first = make(dtype, dtype, k_major, k_major, Float32, (1, 1, 1), score_tile)
     qk_add = make(dtype, dtype, k_major, k_major, Float32, (1, 1, 1), score_tile)
-    rmem = wgmma.OperandSource.RMEM
-    pv_add = make(dtype, dtype, k_major, mn_major, Float32, (1, 1, 1), output_tile, a_source=rmem)
+    pv_add = make(dtype, dtype, k_major, mn_major, Float32, (1, 1, 1), output_tile, a_source=p_source)
     qk_first.set(wgmma.Field.ACCUMULATE, False)
     qk_add.set(wgmma.Field.ACCUMULATE, True)
     pv_add.set(wgmma.Field.ACCUMULATE, True)

@@ -124,14 +124,33 @@ def test_large_logits_of_both_signs(device):
         (128, plan.Plan(128, 16)),
         (128, plan.Plan(64, 16, pingpong=False, overlap=False)),
         (256, plan.Plan(64, 64, pingpong=False)),
+        (64, plan.Plan(192, 192, shared_p=True)),
+        (64, plan.Plan(128, 48, stages=3, pingpong=False, shared_p=True)),
+        (96, plan.Plan(192, 144, shared_p=True)),
+        (96, plan.Plan(192, 128, shared_p=True)),
+        (128, plan.Plan(192, 128, shared_p=True)),
+        (128, plan.Plan(192, 112, overlap=False, shared_p=True)),
+        (128, plan.Plan(64, 16, pingpong=False, overlap=False, shared_p=True)),
+        (256, plan.Plan(64, 64, pingpong=False, shared_p=True)),
     ],
     ids=str,
 )
 def test_plans_that_the_table_does_not_hold(head_dim, given, causal, device):
-    """Whatever plan= takes must be right: one warpgroup, narrow and wide blocks, more stages, no overlap."""
+    """Whatever plan= takes must be right: one warpgroup, narrow and wide blocks, more stages, no overlap, P in shared
+    memory (in each of its swizzles, with O narrower and wider)."""
     case = replace(SMALL, seqlen_q=700, seqlen_k=650, heads=30, heads_k=15, head_dim=head_dim, head_dim_v=head_dim)
     tensors = case.inputs(device)
     compare(*run(*tensors, causal=causal, plan=given), *tensors, causal=causal)
+
+
+@pytest.mark.parametrize(("head_dim", "tile_n"), [(64, 192), (96, 144), (128, 128)])
+def test_shared_p_where_tiles_that_see_no_key_stand_between_others(head_dim, tile_n, device):
+    """P and O take turns in the same memory; a tile without keys writes O only. Two CTAs compute all tiles."""
+    case = replace(SMALL, seqlen_q=1000, seqlen_k=200, heads=6, heads_k=2, head_dim=head_dim, head_dim_v=head_dim)
+    tensors = case.inputs(device)
+    given = plan.Plan(192, tile_n, shared_p=True)
+    margin = torch.cuda.get_device_properties(device).multi_processor_count - 2
+    compare(*run(*tensors, causal=True, plan=given, sm_margin=margin), *tensors, causal=True)
 
 
 def test_batch_invariance_with_a_given_plan(device):

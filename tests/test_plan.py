@@ -75,6 +75,17 @@ def test_a_plan_differs_only_by_what_is_static():
         ({"dtype": "float32"}, "dtype must be bfloat16 or float16, got float32"),
         ({"tile_m": 192, "tile_n": 128}, "S, P and O must leave 24 of 160 registers, got 0"),
         ({"head_dim": 64, "head_dim_v": 256, "tile_n": 128, "stages": 3}, "must fit beside or inside Q"),
+        ({"tile_n": 160, "shared_p": True}, "shared memory must be at most 232448 bytes, got 238592"),
+        ({"tile_m": 192, "tile_n": 144, "stages": 2, "shared_p": True}, "shared memory must be at most"),
+        (
+            {"tile_m": 192, "head_dim": 64, "head_dim_v": 192, "tile_n": 96, "shared_p": True},
+            "24 of 160 registers, got 16",
+        ),
+        (
+            {"tile_m": 192, "head_dim": 64, "head_dim_v": 64, "tile_n": 208, "shared_p": True},
+            "208 columns needs more than",
+        ),
+        ({"tile_m": 192, "head_dim": 64, "head_dim_v": 256, "tile_n": 16, "shared_p": True}, "than the 128 registers"),
     ],
 )
 def test_illegal_configurations_name_the_rule(changes, message):
@@ -93,6 +104,27 @@ def test_illegal_configurations_name_the_rule(changes, message):
     config = ForwardConfig(**{**values, **changes})
     with pytest.raises(ValueError, match=message):
         config.check()
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "tile_n", "smem", "spare"),
+    [
+        # Q, two stages of K and V, P (at least as wide as O, which takes its place) and 1 KiB of barriers
+        (64, 192, 24_576 + 98_304 + 73_728 + 1024, 160 - 24 - 96 - 32),
+        (96, 144, 36_864 + 110_592 + 55_296 + 1024, 160 - 24 - 72 - 48),
+        (128, 128, 49_152 + 131_072 + 49_152 + 1024, 160 - 24 - 64 - 64),
+        (128, 96, 49_152 + 98_304 + 49_152 + 1024, 160 - 24 - 48 - 64),  # O is wider than P
+    ],
+)
+def test_p_in_shared_memory_takes_room_there_and_no_registers(head_dim, tile_n, smem, spare):
+    static = Static("bfloat16", head_dim, head_dim, False, False, False)
+    config = plan.forward_config(static, plan.Plan(192, tile_n, shared_p=True))
+    config.check()
+    assert (config.smem_bytes(), config.spare_registers(), config.separate_output) == (smem, spare, True)
+    assert config.name.endswith(f"192x{tile_n}_shared_p")
+    if tile_n > 96:
+        with pytest.raises(ValueError, match="registers"):
+            plan.forward_config(static, plan.Plan(192, tile_n)).check()
 
 
 def test_registers_are_those_of_setmaxnreg():
