@@ -79,7 +79,7 @@ class ForwardConfig:
 
     @property
     def output_columns(self):
-        """Width of the 64 rows that a warpgroup has beside Q where it has them: for O, or for P and after it O."""
+        """Width of the 64 rows that a warpgroup has for O where it is staged, or for P and after it O."""
         return max(self.tile_n, self.head_dim_v) if self.shared_p else self.head_dim_v
 
     @property
@@ -87,19 +87,19 @@ class ForwardConfig:
         return self.tile_m * self.output_columns * ELEMENT_BYTES
 
     @property
-    def separate_output(self):
-        """True where the O tile has shared memory beside Q: its own, or P's. Otherwise it reuses the Q tile of the
-        same warpgroup.
+    def staged_output(self):
+        """True where the O tile has shared memory, its own or P's, in which it waits for a TMA store; otherwise it
+        leaves straight from registers.
         """
-        return self.shared_p or self._smem_bytes(separate_output=True) <= SHARED_MEMORY_LIMIT
+        return self.shared_p or self._smem_bytes(staged_output=True) <= SHARED_MEMORY_LIMIT
 
     def smem_bytes(self):
         """Shared memory of a CTA in bytes, as kernels/smem.py lays it out."""
-        return self._smem_bytes(self.separate_output)
+        return self._smem_bytes(self.staged_output)
 
-    def _smem_bytes(self, separate_output):
+    def _smem_bytes(self, staged_output):
         key_value = self.stages * self.tile_n * (self.head_dim + self.head_dim_v) * ELEMENT_BYTES
-        output = self.output_bytes if separate_output else 0
+        output = self.output_bytes if staged_output else 0
         barriers = SHARED_ALIGNMENT  # they fill less than one alignment unit
         return barriers + self.query_bytes + key_value + output
 
@@ -133,10 +133,6 @@ class ForwardConfig:
             (
                 not self.pingpong or self.consumer_warpgroups > 1,
                 "pingpong needs two or three consumer warpgroups, got one",
-            ),
-            (
-                self.separate_output or self.head_dim_v <= self.head_dim,
-                f"O (head_dim_v {self.head_dim_v}) must fit beside or inside Q (head_dim {self.head_dim})",
             ),
             (
                 self.smem_bytes() <= SHARED_MEMORY_LIMIT,

@@ -9,11 +9,12 @@ from cutlass import Boolean, Float32, Int32, const_expr, pipeline
 from cutlass.cute.nvgpu import warpgroup as wgmma
 
 from .args import RunTime
-from .barriers import Turns, any_of_warpgroup, sync_warpgroup
+from .barriers import Turns, any_of_warpgroup
 from .blocks import Band
 from .config import WARPGROUP_THREADS, WARPS_PER_WARPGROUP, WGMMA_M, ForwardConfig
-from .epilogue import normalise, send_output, store_lse, wait_output_free, write_output
+from .epilogue import normalise, store_lse
 from .mask import mask_scores
+from .output import DirectOutput, Piece, StagedOutput
 from .phases import Phase, begin
 from .probabilities import Probabilities, RegisterP, SharedP
 from .products import (
@@ -47,23 +48,26 @@ class Consumer:
     turns: Turns
     softmax: Softmax
     probabilities: RegisterP | SharedP
+    output: StagedOutput | DirectOutput
 
     @cute.jit
     def run(
         self,
         tensors: tuple,
         shared: tuple,
-        output: cute.Tensor,
+        out,
+        shared_output,
         lse: cute.Tensor,
         pipes: tuple,
         queue: TileQueue,
         run: RunTime,
     ):
         """All tiles of this CTA; one warpgroup's 64 rows of each. ``shared``: Q, K, V of the CTA and this warpgroup's
-        P, or None; ``output``: this warpgroup's shared memory for O.
+        P, or None; ``out``: what ``self.output`` made of it; ``shared_output``: this warpgroup's shared memory for O,
+        or None.
         """
         config = self.config
-        tiled_q, tiled_k, _, tiled_o = tensors
+        tiled_q, tiled_k, _ = tensors
         q_pipe, k_pipe, v_pipe = pipes
         seqlen_q, _, heads, batch = tiled_q.tensor.shape
         seqlen_k = tiled_k.tensor.shape[0]
@@ -103,8 +107,7 @@ class Consumer:
                     k_state, v_state = self.block(
                         products, pipes, k_state, v_state, rows, warpgroup, run, block, masked=False
                     )
-            if const_expr(config.separate_output):
-                q_pipe.consumer_release(q_state)
+            q_pipe.consumer_release(q_state)
             if end > 0:
                 v_state = self.last_output(products, v_pipe, v_state, rows, warpgroup)
             # O and LSE leave
@@ -112,24 +115,16 @@ class Consumer:
             inverse, row_lse = self.softmax.finish(rows.shift, rows.sum)
             normalise(rows_and_columns(rows.acc_o), inverse, row_lse, rows.key_limits, self.band)
             store_lse(lse, row_lse, first_row, head, batch_index)
-            wait_output_free(warpgroup, is_store_warp)
-            write_output(output, rows.acc_o, products.pv_add, self.dtype, thread)
-            sync_warpgroup(warpgroup)
-            if is_store_warp:
-                piece = m_block * config.consumer_warpgroups + warpgroup
-                send_output(tiled_o, output, (WGMMA_M, config.head_dim_v), piece, head, batch_index)
-                if const_expr(not config.separate_output):
-                    cute.arch.cp_async_bulk_wait_group(0, read=True)
-            if const_expr(not config.separate_output):
-                q_pipe.consumer_release(q_state)
+            piece_index = m_block * config.consumer_warpgroups + warpgroup
+            piece = Piece(piece_index, head, batch_index, warpgroup, thread, is_store_warp, first_row)
+            self.output.store(out, shared_output, rows.acc_o, products.pv_add, piece)
             # Q has one stage a warpgroup: the next tile finds the same stage in the other phase
             q_state = pipeline.PipelineState(config.consumer_warpgroups, Int32(0), warpgroup, q_state.phase ^ 1)
             begin(Phase.WAIT_TILE)
             index, queue_state = self.schedule.receive(queue, queue_state, index)
         begin(Phase.EPILOGUE)
         self.turns.close(warpgroup)
-        if is_store_warp:
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
+        self.output.finish(is_store_warp)
         begin(Phase.EXIT)
 
     @cute.jit

@@ -20,6 +20,7 @@ from .config import SHARED_ALIGNMENT, WARPS_PER_WARPGROUP, WGMMA_M, ForwardConfi
 from .consume import Consumer
 from .kv_source import DenseValues
 from .load import Producer
+from .output import DirectOutput, StagedOutput
 from .phases import Phase, begin
 from .probabilities import RegisterP, SharedP
 from .schedule import SLOTS, Schedule, TileQueue
@@ -45,6 +46,7 @@ class ForwardKernel:
         self.schedule = Schedule(config.tile_m, dynamic=config.dynamic)
         self.values = DenseValues(config.tile_n, config.head_dim_v, cut=config.right_bound)
         self.turns = Turns(config.consumer_warpgroups, config.pingpong)
+        self.output = (StagedOutput if config.staged_output else DirectOutput)(self.dtype, config.head_dim_v)
 
     @cute.jit
     def __call__(
@@ -67,7 +69,7 @@ class ForwardKernel:
         config, dtype = self.config, self.dtype
         # TMA atoms
         q_layout, k_layout, v_layout, o_layout, _ = forward_layouts(config, dtype)
-        load_op, store_op = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        load_op = cpasync.CopyBulkTensorTileG2SOp()
         atom = cpasync.make_tiled_tma_atom
         one = (None, None, 0)
         tiled_q = TiledTensor(*atom(load_op, heads_last(q), cute.slice_(q_layout, one), (WGMMA_M, config.head_dim)))
@@ -79,17 +81,15 @@ class ForwardKernel:
                 load_op, self.values.view(heads_last(v)), cute.slice_(v_layout, one), (config.tile_n, config.head_dim_v)
             )
         )
-        tiled_o = TiledTensor(
-            *atom(store_op, heads_last(out), cute.slice_(o_layout, one), (WGMMA_M, config.head_dim_v))
-        )
         # Launch: persistent, one CTA an SM; without min_blocks_per_mp setmaxnreg would vanish
-        tensors = (tiled_q, tiled_k, tiled_v, tiled_o)
-        self.kernel(tensors, lse, counter, RunTime(scale_log2, right, section)).launch(
+        tensors = (tiled_q, tiled_k, tiled_v)
+        target = self.output.target(heads_last(out), o_layout)
+        self.kernel(tensors, target, lse, counter, RunTime(scale_log2, right, section)).launch(
             grid=(ctas, 1, 1), block=(config.threads, 1, 1), stream=stream, min_blocks_per_mp=1
         )
 
     @cute.kernel
-    def kernel(self, tensors: tuple, lse: cute.Tensor, counter: cute.Tensor, run: RunTime):
+    def kernel(self, tensors: tuple, out, lse: cute.Tensor, counter: cute.Tensor, run: RunTime):
         config = self.config
         begin(Phase.SETUP)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -97,6 +97,7 @@ class ForwardKernel:
         if warp == 0:
             for tiled in tensors:
                 cpasync.prefetch_descriptor(tiled.atom)
+            self.output.prefetch(out)
         storage = SmemAllocator().allocate(self.storage())
         q_layout, k_layout, v_layout, o_layout, p_layout = forward_layouts(config, self.dtype)
         s_q = storage.q.get_tensor(q_layout.outer, swizzle=q_layout.inner)
@@ -115,12 +116,14 @@ class ForwardKernel:
         else:
             cute.arch.setmaxregister_increase(consumer_registers)
             warpgroup = warp // WARPS_PER_WARPGROUP - 1
-            output = self.output_piece(storage, o_layout, warpgroup)
+            o = self.output_piece(storage, o_layout, warpgroup) if config.staged_output else None
             p = self.output_piece(storage, p_layout, warpgroup) if config.shared_p else None
             softmax = Softmax(config.negative_scale)
             probabilities = SharedP(self.dtype) if config.shared_p else RegisterP(self.dtype)
-            consumer = Consumer(config, self.dtype, self.band, self.schedule, self.turns, softmax, probabilities)
-            consumer.run(tensors, (s_q, s_k, s_v, p), output, lse, pipes, queue, run)
+            consumer = Consumer(
+                config, self.dtype, self.band, self.schedule, self.turns, softmax, probabilities, self.output
+            )
+            consumer.run(tensors, (s_q, s_k, s_v, p), out, o, lse, pipes, queue, run)
 
     def storage(self):
         """The struct of shared memory; ForwardConfig's arithmetic, by which plans are chosen, must not promise less."""
@@ -131,13 +134,8 @@ class ForwardKernel:
 
     @cute.jit
     def output_piece(self, storage, layout, warpgroup: Int32):
-        """A consumer warpgroup's piece of shared memory for O and, one after the other, P: its own, or its piece of
-        Q.
-        """
-        config = self.config
-        columns = config.output_columns if config.separate_output else config.head_dim
-        region = storage.o if config.separate_output else storage.q
-        pointer = (region.data_ptr() + warpgroup * (WGMMA_M * columns)).align(SHARED_ALIGNMENT)
+        """A consumer warpgroup's piece of shared memory for O and, one after the other, P."""
+        pointer = (storage.o.data_ptr() + warpgroup * (WGMMA_M * self.config.output_columns)).align(SHARED_ALIGNMENT)
         one_piece = cute.slice_(layout, (None, None, 0))
         return cute.make_tensor(cute.recast_ptr(pointer, one_piece.inner, dtype=self.dtype), one_piece.outer)
 

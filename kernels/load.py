@@ -49,7 +49,7 @@ class Producer:
         first.
         """
         config = self.config
-        tiled_q, tiled_k, tiled_v, _ = tensors
+        tiled_q, tiled_k, tiled_v = tensors
         s_q, s_k, s_v = shared
         q_pipe, k_pipe, v_pipe = pipes
         seqlen_q, _, heads, batch = tiled_q.tensor.shape
@@ -70,7 +70,7 @@ class Producer:
             k_tiles, k_stages = head_tiles(tiled_k, s_k, (config.tile_n, config.head_dim), head_k, batch_index)
             if end > 0:
                 k_state = load(Phase.LOAD_K, tiled_k.atom, k_tiles[None, end - 1], k_stages, k_pipe, k_state)
-            # Also for a tile that sees no key: the turn of Q's buffer, which O may share, stays the same for all
+            # Also for a tile that sees no key: the turn of Q's buffer stays the same for all
             for piece in cutlass.range_constexpr(config.consumer_warpgroups):
                 q_tile = q_tiles[None, m_block * config.consumer_warpgroups + piece]
                 q_state = load(Phase.LOAD_Q, tiled_q.atom, q_tile, q_stages, q_pipe, q_state)

@@ -17,7 +17,7 @@ from cutlass.tensor_utils import LayoutEnum
 
 from .barriers import sync_warpgroup
 from .config import WARPGROUP_THREADS
-from .epilogue import wait_output_free
+from .output import wait_output_free
 from .products import Products, as_left_operand, new_left_operand
 
 

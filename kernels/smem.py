@@ -31,7 +31,7 @@ def forward_layouts(config: ForwardConfig, dtype):
 def forward_storage(config: ForwardConfig, dtype):
     """The struct of a CTA's shared memory."""
     q_layout, k_layout, v_layout, _, _ = forward_layouts(config, dtype)
-    output_elements = config.consumer_warpgroups * WGMMA_M * config.output_columns if config.separate_output else 0
+    output_elements = config.consumer_warpgroups * WGMMA_M * config.output_columns if config.staged_output else 0
 
     @cute.struct
     class ForwardStorage:
@@ -41,13 +41,11 @@ def forward_storage(config: ForwardConfig, dtype):
         v_barriers: cute.struct.MemRange[cutlass.Int64, 2 * config.stages]
         queue_barriers: cute.struct.MemRange[cutlass.Int64, 2 * SLOTS]
         queue_slots: cute.struct.MemRange[cutlass.Int32, SLOTS]
-        # Without a buffer of its own, O reuses its warpgroup's piece of q after the tile's last Q Kᵀ, until the store
-        # has read it.
         q: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(q_layout)], SHARED_ALIGNMENT]
         k: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(k_layout)], SHARED_ALIGNMENT]
         v: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(v_layout)], SHARED_ALIGNMENT]
-        # With shared_p each warpgroup's piece is P's first. O takes it after the tile's last P V; the next tile's P
-        # waits until the store has read O.
+        # Empty where O leaves straight from registers. With shared_p each warpgroup's piece is P's first. O takes it
+        # after the tile's last P V; the next tile's P waits until the store has read O.
         o: cute.struct.Align[cute.struct.MemRange[dtype, output_elements], SHARED_ALIGNMENT]
 
     return ForwardStorage

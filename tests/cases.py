@@ -93,10 +93,11 @@ def drawn_on(device, *shape, dtype=torch.bfloat16):
 SMALL = Case(batch=2, seqlen_q=113, seqlen_k=255, heads=2, heads_k=1, head_dim=128, head_dim_v=128)
 
 # All dims of the list share the compiled kernels of their tile classes: 5 classes x (dense, causal) in bfloat16.
-HEAD_DIMS = (8, 16, 24, 40, 64, 72, 80, 96, 104, 120, 128, 136, 144, 160, 176, 192, 200, 256)
+HEAD_DIMS = (8, 16, 24, 40, 64, 72, 80, 96, 104, 120, 128, 136, 144, 160, 176, 192, 200, 248, 256)
 # (head_dim, head_dim_v, causal): two different classes cost compilations of their own, so most are seen under one mask.
 UNEVEN_DIMS = (
     (192, 128, True), (192, 128, False), (64, 256, True), (256, 64, False), (128, 64, False), (72, 40, True),
+    (128, 248, True),
 )  # fmt: skip
 HALF_DIMS = ((64, 64, True), (80, 80, False), (128, 128, True), (192, 128, False), (256, 256, True))
 
@@ -113,7 +114,7 @@ MASKS = (False, True)
 def _lengths():
     return [
         replace(SMALL, batch=1, seqlen_q=q, seqlen_k=k, head_dim=d, head_dim_v=d, causal=causal)
-        for d in (64, 128) for causal in MASKS for q, k in LENGTHS
+        for d in (64, 128, 256) for causal in MASKS for q, k in LENGTHS
     ]  # fmt: skip
 
 

@@ -50,7 +50,7 @@ def test_machine_code(static):
     # and once at the end
     scores, output = static.head_dim // 16, config.tile_n // 16
     assert found.counts["HGMMA"] == 5 * scores + 3 * output
-    assert found.counts["UTMALDG"] >= 3 and found.counts["UTMASTG"] >= 1
+    assert found.counts["UTMALDG"] >= 3
     assert found.counts["USETMAXREG"] == 2
     assert (found.stack, found.local, found.spills) == (0, 0, 0)
     assert found.registers == 65536 // config.threads // 8 * 8  # setmaxnreg starts from an even split

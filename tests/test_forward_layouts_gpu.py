@@ -8,6 +8,9 @@ import torch
 from cases import SMALL, drawn_on
 from check import check, compare, run
 
+from hopper_fa3 import plan
+from hopper_fa3.problem import Problem
+
 pytestmark = pytest.mark.gpu
 
 
@@ -17,10 +20,12 @@ def relaid(x, order):
     return x.permute(order).contiguous().permute(back)
 
 
+@pytest.mark.parametrize("head_dim", [128, 200])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("order", [(0, 2, 1, 3), (1, 0, 2, 3), (2, 0, 1, 3), (1, 2, 0, 3), (2, 1, 0, 3)], ids=str)
-def test_any_order_of_dimensions_in_memory(order, causal, device):
-    q, k, v = (relaid(x, order) for x in replace(SMALL, heads=6, heads_k=3).inputs(device))
+def test_any_order_of_dimensions_in_memory(order, causal, head_dim, device):
+    case = replace(SMALL, heads=6, heads_k=3, head_dim=head_dim, head_dim_v=head_dim)
+    q, k, v = (relaid(x, order) for x in case.inputs(device))
     assert not q.is_contiguous() and q.stride(-1) == 1
     check(q, k, v, causal=causal, out=torch.empty_like(q))
 
@@ -70,33 +75,56 @@ def test_expanded_dimensions_of_every_input(dim, device):
     check(q, k, v, causal=True)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("head_dim_v", [64, 72, 128])
-def test_a_given_output_inside_a_larger_tensor(head_dim_v, causal, device):
-    q, k, v = replace(SMALL, head_dim=72, head_dim_v=head_dim_v).inputs(device)
-    if head_dim_v != 72:
-        q, k = (torch.cat((x, x), -1)[..., :head_dim_v] for x in (q, k))
-    batch, seqlen_q, heads = SMALL.batch, SMALL.seqlen_q, SMALL.heads
-    around = torch.full((batch + 2, seqlen_q + 3, heads + 2, head_dim_v + 24), 7.0, dtype=q.dtype, device=device)
+def check_inside_a_larger_tensor(case, device):
+    """With all memory around the output 7, also between its rows; strides are odd multiples of 16 bytes where
+    head_dim_v is an even one.
+    """
+    q, k, v = case.inputs(device)
+    shape = (case.batch + 2, case.seqlen_q + 3, case.heads + 2, case.head_dim_v + 24)
+    around = torch.full(shape, 7.0, dtype=q.dtype, device=device)
     out = around[1:-1, 1:-2, 1:-1, 8:-16]
-    check(q, k, v, causal=causal, out=out)
+    check(q, k, v, out=out, **case.options)
     out.fill_(7)
     assert (around == 7).all(), "the kernel wrote outside the given output"
 
 
-def test_a_given_transposed_output(device):
-    q, k, v = SMALL.inputs(device)
-    out = q.new_empty((SMALL.batch, SMALL.heads, SMALL.seqlen_q, 128)).transpose(1, 2)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 72, 128])
+def test_a_given_output_inside_a_larger_tensor(head_dim, causal, device):
+    check_inside_a_larger_tensor(replace(SMALL, head_dim=head_dim, head_dim_v=head_dim, causal=causal), device)
+
+
+# A quad stores 32 columns at once: head_dim_v leaves each remainder, and from none to seven whole stores unused
+DIRECT = [(136, 136), (144, 144), (152, 152), (160, 160), (184, 184), (192, 192), (200, 200), (256, 256), (192, 128),
+          (256, 8), (256, 40), (256, 72), (256, 192), (128, 168), (128, 256)]  # fmt: skip
+
+
+@pytest.mark.parametrize("seqlen_q", [1, 9, 64, 65, 300])
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), DIRECT)
+def test_an_output_that_leaves_straight_from_registers(head_dim, head_dim_v, seqlen_q, device):
+    case = replace(SMALL, head_dim=head_dim, head_dim_v=head_dim_v, seqlen_q=seqlen_q)
+    static = Problem.from_tensors(*case.inputs(device), causal=True).static
+    assert not plan.forward_config(static, plan.choose(static)).staged_output
+    check_inside_a_larger_tensor(replace(case, causal=True), device)
+
+
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_a_given_transposed_output(head_dim, device):
+    q, k, v = replace(SMALL, head_dim=head_dim, head_dim_v=head_dim).inputs(device)
+    out = q.new_empty((SMALL.batch, SMALL.heads, SMALL.seqlen_q, head_dim)).transpose(1, 2)
     check(q, k, v, causal=True, out=out)
 
 
+@pytest.mark.parametrize("head_dim", [128, 256])
 @pytest.mark.parametrize("layout", ["base", "stride", "last"])
-def test_a_given_output_that_tma_cannot_write_is_right_or_refused(layout, device):
-    q, k, v = SMALL.inputs(device)
-    shape = (SMALL.batch, SMALL.seqlen_q, SMALL.heads, 128)
+def test_a_given_output_that_the_kernel_cannot_write_is_right_or_refused(layout, head_dim, device):
+    q, k, v = replace(SMALL, head_dim=head_dim, head_dim_v=head_dim).inputs(device)
+    shape = (SMALL.batch, SMALL.seqlen_q, SMALL.heads, head_dim)
     around = torch.full((2 * math.prod(shape),), 7.0, dtype=q.dtype, device=device)
-    strides = {"base": (113 * 256, 256, 128, 1), "stride": (113 * 260, 260, 130, 1), "last": (113 * 512, 512, 256, 2)}
-    out = around.as_strided(shape, strides[layout], 1 if layout == "base" else 0)
+    head, last = {"base": (head_dim, 1), "stride": (head_dim + 2, 1), "last": (2 * head_dim, 2)}[layout]
+    row = SMALL.heads * head
+    strides = (SMALL.seqlen_q * row, row, head, last)
+    out = around.as_strided(shape, strides, 1 if layout == "base" else 0)
     try:
         got, lse = run(q, k, v, causal=True, out=out)
     except ValueError as error:
@@ -120,11 +148,12 @@ def far_memory(device):
     torch.cuda.empty_cache()
 
 
+@pytest.mark.parametrize("head_dim", [128, 256])
 @pytest.mark.parametrize("dim", range(3))
-def test_offsets_past_32_bits(dim, far_memory, device):
+def test_offsets_past_32_bits(dim, head_dim, far_memory, device):
     """Three batches (or rows, or heads) 2^31 elements apart: the last offset does not fit in 32 bits, signed or not."""
     sizes = {0: {"batch": 3}, 1: {"seqlen_q": 3, "seqlen_k": 3}, 2: {"heads": 3, "heads_k": 3}}[dim]
-    case = replace(SMALL, **sizes)
+    case = replace(SMALL, head_dim=head_dim, head_dim_v=head_dim, **sizes)
 
     def carved(x, place):
         strides = list(torch.empty(x.shape, device="meta").stride())

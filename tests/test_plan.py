@@ -74,7 +74,7 @@ def test_a_plan_differs_only_by_what_is_static():
         ({"head_dim_v": 80}, "head_dim_v class must be one of"),
         ({"dtype": "float32"}, "dtype must be bfloat16 or float16, got float32"),
         ({"tile_m": 192, "tile_n": 128}, "S, P and O must leave 24 of 160 registers, got 0"),
-        ({"head_dim": 64, "head_dim_v": 256, "tile_n": 128, "stages": 3}, "must fit beside or inside Q"),
+        ({"head_dim": 64, "head_dim_v": 256, "tile_n": 128, "stages": 3}, "shared memory must be at most 232448 bytes"),
         ({"tile_n": 160, "shared_p": True}, "shared memory must be at most 232448 bytes, got 238592"),
         ({"tile_m": 192, "tile_n": 144, "stages": 2, "shared_p": True}, "shared memory must be at most"),
         (
@@ -107,6 +107,20 @@ def test_illegal_configurations_name_the_rule(changes, message):
 
 
 @pytest.mark.parametrize(
+    ("head_dim", "head_dim_v", "staged"),
+    [(128, 128, True), (192, 128, False), (192, 192, False), (256, 256, False), (128, 256, False), (256, 64, False)],
+)
+def test_output_is_staged_where_shared_memory_has_room(head_dim, head_dim_v, staged):
+    static = Static("bfloat16", head_dim, head_dim_v, True, False, False)
+    config = plan.forward_config(static, plan.choose(static))
+    assert config.staged_output == staged
+    queries, stage = config.tile_m * head_dim, config.tile_n * (head_dim + head_dim_v)
+    with_output = 1024 + 2 * (queries + config.stages * stage + config.tile_m * head_dim_v)
+    assert (with_output <= 227 * 1024) == staged
+    assert config.smem_bytes() == with_output - (0 if staged else 2 * config.tile_m * head_dim_v)
+
+
+@pytest.mark.parametrize(
     ("head_dim", "tile_n", "smem", "spare"),
     [
         # Q, two stages of K and V, P (at least as wide as O, which takes its place) and 1 KiB of barriers
@@ -120,7 +134,7 @@ def test_p_in_shared_memory_takes_room_there_and_no_registers(head_dim, tile_n, 
     static = Static("bfloat16", head_dim, head_dim, False, False, False)
     config = plan.forward_config(static, plan.Plan(192, tile_n, shared_p=True))
     config.check()
-    assert (config.smem_bytes(), config.spare_registers(), config.separate_output) == (smem, spare, True)
+    assert (config.smem_bytes(), config.spare_registers(), config.staged_output) == (smem, spare, True)
     assert config.name.endswith(f"192x{tile_n}_shared_p")
     if tile_n > 96:
         with pytest.raises(ValueError, match="registers"):
