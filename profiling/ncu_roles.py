@@ -39,7 +39,8 @@ def roles(sampled):
 
     The producer's code is what follows USETMAXREG.DEALLOC, the consumers' what follows USETMAXREG.TRY_ALLOC, calls
     included; the loops are the consumers' innermost loops over blocks, with the polling of barriers and the making of
-    scores again that belong to them; the one with the fewest selections (FSEL) does not mask. ValueError where the code has another structure.
+    scores again that belong to them; the one with the fewest selections (FSEL) does not mask. ValueError where the code
+    has another structure.
     """
     graph = loops.flow([row.instruction for row in sampled])
     starts = {block[0].labels[0]: number for number, block in enumerate(graph.blocks)}

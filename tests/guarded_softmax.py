@@ -95,7 +95,7 @@ class GuardedSoftmax:
         return self.masked(scores, hidden)
 
     def catch_up(self, seen, sums, again):
-        """Move the shift of rows that outgrew it, where their warpgroup does the block again; rescale what they have."""
+        """Move the shift of rows that outgrew it, where their warpgroup does the block again."""
         largest = self.largest_exponent(seen)
         moved = self.outgrew(sums, largest) & again[:, None]
         now = torch.where(moved, largest, self.shift)

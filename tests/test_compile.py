@@ -70,7 +70,7 @@ def test_the_first_shift_stays_finite():
     """An infinite one would make the exponent of a masked score inf - inf. From it every visible score is a growth."""
     lowest = torch.tensor(LOWEST_SHIFT)
     assert lowest.dtype == torch.float32 and lowest.isfinite() and lowest < 0.99 * torch.finfo(torch.float32).min
-    assert torch.exp2(-2.0**127 - lowest) > SUM_LIMIT and torch.exp2(-torch.tensor(torch.inf) - lowest) == 0
+    assert torch.exp2(-(2.0**127) - lowest) > SUM_LIMIT and torch.exp2(-torch.tensor(torch.inf) - lowest) == 0
 
 
 def test_the_emulation_has_the_limits_of_the_kernel():

@@ -250,7 +250,7 @@ def test_rounding_alone_passes_the_limit(head_dim, dtype, causal, device):
 
 @pytest.mark.gpu
 def test_values_as_large_as_float32_leaves_room_for(device):
-    """O sums P times V before it is divided: a row's P adds up to 2^12 a block, times 5 blocks and 2^16 * 2^96 < 2^128."""
+    """O sums P V before it is divided: a row's P adds up to 2^12 a block; 5 blocks, V of 2^16 * 2^96: below 2^128."""
     q, k, v = (x.to(device) for x in inputs_by_name("all columns under the limit", 128, BF16)[0])
     check(q, k, v * 2.0**96, softmax_scale=LN2)
 

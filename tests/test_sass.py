@@ -61,7 +61,7 @@ def test_figures_follow_from_the_algorithm():
         counts = found[loop]["counts"]
         assert found[loop]["instructions"] == sum(counts.values())
         assert counts["HGMMA"] == 8 + 8 and counts.get("FSEL", 0) == selected
-        # An exponential, a multiply-subtract and an addition a score; one maximum of a thread's two sums; no row maximum
+        # An exponential, a multiply-subtract and an addition a score; a maximum of the thread's two sums, none of a row
         assert counts["MUFU"] == counts["FFMA"] == counts["FADD"] == 64 and counts["FMNMX"] == 1
         assert counts["F2FP"] == 64 / 2 and not counts.keys() & {"SHFL", "FMUL"}
     assert found["producer"]["counts"]["UTMALDG"] == 2 * 2  # K and V in boxes of 64 columns
