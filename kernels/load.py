@@ -63,7 +63,6 @@ class Producer:
         while index < tiles:
             begin(Phase.TAKE_TILE)
             m_block, head, batch_index = self.schedule.coordinates(index, seqlen_q, heads, batch, run.section)
-            index, queue_state = self.schedule.fetch(queue, queue_state, index)
             _, end, keys = self.band.blocks(m_block * config.tile_m, config.tile_m, seqlen_q, seqlen_k, run.right)
             head_k = head // (heads // heads_k)
             q_tiles, q_stages = head_tiles(tiled_q, s_q, (WGMMA_M, config.head_dim), head, batch_index)
@@ -74,10 +73,16 @@ class Producer:
             for piece in cutlass.range_constexpr(config.consumer_warpgroups):
                 q_tile = q_tiles[None, m_block * config.consumer_warpgroups + piece]
                 q_state = load(Phase.LOAD_Q, tiled_q.atom, q_tile, q_stages, q_pipe, q_state)
-            for block in cutlass.range(end - 1, -1, -1, unroll=1):
-                if block > 0:
-                    k_state = load(Phase.LOAD_K, tiled_k.atom, k_tiles[None, block - 1], k_stages, k_pipe, k_state)
+            for block in cutlass.range(end - 1, 0, -1, unroll=1):
+                k_state = load(Phase.LOAD_K, tiled_k.atom, k_tiles[None, block - 1], k_stages, k_pipe, k_state)
                 v_tile, v_stages = self.values.tile(tiled_v, s_v, block, keys, head_k, batch_index)
+                v_state = load(Phase.LOAD_V, tiled_v.atom, v_tile, v_stages, v_pipe, v_state)
+            # Two blocks before the consumers are done: late enough that whoever ends first gets the longest tile left,
+            # early enough for the way to the counter and back
+            begin(Phase.TAKE_TILE)
+            index, queue_state = self.schedule.fetch(queue, queue_state, index)
+            if end > 0:
+                v_tile, v_stages = self.values.tile(tiled_v, s_v, Int32(0), keys, head_k, batch_index)
                 v_state = load(Phase.LOAD_V, tiled_v.atom, v_tile, v_stages, v_pipe, v_state)
         begin(Phase.TAKE_TILE)
         self.schedule.finish(queue)
