@@ -16,6 +16,8 @@ REGISTER_FILE = 65_536  # registers of an SM, which a CTA at launch shares out e
 # its error C7602 asked for 130 at N = 208 and 154 at N = 256.
 WGMMA_REGISTERS = 26
 OTHER_REGISTERS = 24  # addresses, row statistics and loop state: seen in the compiled kernels
+# More with a right bound: the rows' key limits and the next tile's index. With 4 left, two registers spilled.
+RIGHT_BOUND_REGISTERS = 8
 # Registers per thread after setmaxnreg, by number of consumer warpgroups: (producer, consumer). The sum over
 # warpgroups must stay within 65,536 / 128 = 512 registers per "thread column", and each is a multiple of 8. The
 # producer needs few: it issues TMA only.
@@ -103,13 +105,17 @@ class ForwardConfig:
         barriers = SHARED_ALIGNMENT  # they fill less than one alignment unit
         return barriers + self.query_bytes + key_value + output
 
+    @property
+    def other_registers(self):
+        return OTHER_REGISTERS + (RIGHT_BOUND_REGISTERS if self.right_bound else 0)
+
     def spare_registers(self):
-        """Registers left per consumer thread beside S and O (float32), P (16 bit) and OTHER_REGISTERS; negative: it
-        would spill. P that goes through shared memory is converted where S was.
+        """Registers left per consumer thread beside S and O (float32), P (16 bit) and all others; negative: it would
+        spill. P that goes through shared memory is converted where S was.
         """
         scores, output = self.tile_n // 2, self.head_dim_v // 2
         probabilities = 0 if self.shared_p else self.tile_n // 4
-        return self.registers[1] - scores - probabilities - output - OTHER_REGISTERS
+        return self.registers[1] - scores - probabilities - output - self.other_registers
 
     def check(self):
         """Raise ValueError, naming the rule, where no kernel can be built from this configuration."""
@@ -140,8 +146,8 @@ class ForwardConfig:
             ),
             (
                 self.spare_registers() >= 0,
-                f"S, P and O must leave {OTHER_REGISTERS} of {self.registers[1]} registers, "
-                f"got {OTHER_REGISTERS + self.spare_registers()}",
+                f"S, P and O must leave {self.other_registers} of {self.registers[1]} registers, "
+                f"got {self.other_registers + self.spare_registers()}",
             ),
             (
                 max(self.tile_n, self.head_dim_v) // 2 + WGMMA_REGISTERS <= self.launch_registers,

@@ -26,7 +26,9 @@ class Loop(NamedTuple):
 
 
 class MainLoops(NamedTuple):
-    """Instructions of one iteration on which no barrier has to be polled twice, by address."""
+    """Instructions of one iteration on which no barrier has to be polled twice and no row outgrows its shift, by
+    address.
+    """
 
     unmasked: list  # consumer: a block of K and V of which each row sees all
     masked: list  # consumer: a block that the mask or the end of the keys cuts
@@ -36,14 +38,14 @@ class MainLoops(NamedTuple):
 def main_loops(instructions):
     """MainLoops of a forward kernel's Instructions.
 
-    Consumer: the two innermost loops with HGMMA, of which the masked one selects scores (FSEL). Producer: the innermost
-    loop with UTMALDG. ValueError, naming what was found, where the code has another structure.
+    Consumer: the two innermost loops over blocks, of which the masked one selects scores (FSEL). Producer: the
+    innermost loop with UTMALDG. ValueError, naming what was found, where the code has another structure.
     """
     graph = flow(instructions)
     found = loops(graph)
-    consumers = [iteration(graph, loop, found) for loop in innermost(graph, found, "HGMMA")]
+    consumers = [iteration(graph, loop, found) for loop in block_loops(graph, found)]
     if len(consumers) != 2:
-        raise ValueError(f"the consumer must have two innermost loops with HGMMA, got {_described(consumers)}")
+        raise ValueError(f"the consumer must have two innermost loops over blocks, got {_described(consumers)}")
     unmasked, masked = sorted(consumers, key=lambda loop: count(loop, "FSEL"))
     if count(unmasked, "HGMMA") != count(masked, "HGMMA") or count(unmasked, "FSEL") == count(masked, "FSEL"):
         raise ValueError(f"one of two equal loops must select scores by FSEL, got {_described(consumers)}")
@@ -57,25 +59,42 @@ def count(instructions, family):
     return sum(instruction.family == family for instruction in instructions)
 
 
-def innermost(graph, found, family):
-    """The Loops that hold such an instruction while no loop inside them does."""
-    holding = [loop for loop in found if any(count(graph.blocks[number], family) for number in loop.members)]
+def innermost(graph, found, *families):
+    """The Loops that hold such instructions, one of each family, while no loop inside them does."""
+    holding = [loop for loop in found if all(_holds(graph, loop.members, family) for family in families)]
     return [loop for loop in holding if not any(other.members < loop.members for other in holding)]
 
 
-def iteration(graph, loop, found):
-    """The Instructions on all paths through one iteration that enter no loop inside this one, by address.
-
-    A loop inside polls a barrier. ValueError where every path leads through one.
+def block_loops(graph, found):
+    """The consumers' Loops over blocks of keys: the innermost ones with matrix products that also wait for K and V.
+    The loop that makes a block's scores again has products too, but its K is there.
     """
-    inside = {other.header for other in found if other.members < loop.members}
-    seen = reached(loop.header, lambda number: graph.follow[number] & loop.members - inside)
-    if not any(loop.header in graph.follow[number] for number in seen):
+    return innermost(graph, found, "HGMMA", "SYNCS")
+
+
+def iteration(graph, loop, found):
+    """The Instructions on the usual paths through one iteration, by address.
+
+    A loop inside that holds products makes a block's scores again where a row outgrew its shift: it is gone through
+    once, without what leads to those products or follows from them. Another one polls a barrier and is not entered.
+    ValueError where no path is left.
+    """
+    inside = [other for other in found if other.members < loop.members]
+    again = [other for other in inside if _holds(graph, other.members, "HGMMA")]
+    closed = {other.header for other in inside if other not in again}
+    closed |= {number for other in again for number in other.members if _holds(graph, [number], "HGMMA")}
+    follow = {number: graph.follow[number] & loop.members - closed for number in loop.members}
+    before = {number: {other for other in follow if number in follow[other]} for number in follow}
+    forward = reached(loop.header, follow.__getitem__)
+    last = [number for number in forward if loop.header in follow[number]]
+    if not last:
         address = graph.blocks[loop.header][0].address
         raise ValueError(
             f"an iteration of the loop at {address:#x} must have a path around the loops inside it, got none"
         )
-    return [instruction for number in sorted(seen) for instruction in graph.blocks[number]]
+    # Each of these leads on to the loop's end, or it leads to what is left out
+    backward = set().union(*(reached(number, before.__getitem__) for number in last))
+    return [instruction for number in sorted(forward & backward) for instruction in graph.blocks[number]]
 
 
 def loops(graph):
@@ -148,6 +167,10 @@ def reached(start, step):
         seen |= new
         ahead += new
     return seen
+
+
+def _holds(graph, numbers, family):
+    return any(count(graph.blocks[number], family) for number in numbers)
 
 
 def _described(found):

@@ -38,8 +38,9 @@ def roles(sampled):
     """Role of each instruction (a list beside ``sampled``), None where nothing leads to it.
 
     The producer's code is what follows USETMAXREG.DEALLOC, the consumers' what follows USETMAXREG.TRY_ALLOC, calls
-    included; the loops are the consumers' innermost loops with HGMMA, with the polling of barriers that belongs to
-    them; the one with the fewest selections (FSEL) does not mask. ValueError where the code has another structure.
+    included; the loops are the consumers' innermost loops over blocks, with the polling of barriers and the making of
+    scores again that belong to them; the one with the fewest selections (FSEL) does not mask. ValueError where the code
+    has another structure.
     """
     graph = loops.flow([row.instruction for row in sampled])
     starts = {block[0].labels[0]: number for number, block in enumerate(graph.blocks)}
@@ -56,10 +57,10 @@ def roles(sampled):
 
 
 def product_loops(graph):
-    """The innermost natural loops with HGMMA, those with few FSEL first; ValueError where there is none."""
-    inner = loops.innermost(graph, loops.loops(graph), "HGMMA")
+    """The innermost natural loops over blocks, those with few FSEL first; ValueError where there is none."""
+    inner = loops.block_loops(graph, loops.loops(graph))
     if not inner:
-        raise ValueError("the kernel must have a loop with HGMMA, got none")
+        raise ValueError("the kernel must have a loop with HGMMA and SYNCS, got none")
     return sorted(inner, key=lambda loop: sum(loops.count(graph.blocks[number], "FSEL") for number in loop.members))
 
 

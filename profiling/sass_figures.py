@@ -23,8 +23,8 @@ Registers: per thread at launch, then of the producer and of a consumer warpgrou
 instructions. Stack and local: bytes a thread. Shared memory: bytes a CTA asks for at launch.
 
 Loops: instructions that one warp issues for one block of K and V. Conditional parts count as if taken (the producer's
-K tile); polling a barrier a second time does not count. Masked blocks are those that the diagonal or the end of the
-keys cuts.
+K tile); polling a barrier a second time does not count, nor does making a block's scores again, which is rare. Masked
+blocks are those that the diagonal or the end of the keys cuts.
 
 Clocks: what a block needs of an SM in the unmasked loop, all consumer warpgroups together. tensor: 4096 bf16 FLOP a
 clock. issue: four schedulers, one instruction a clock each; the producer's warp adds its own to one of them. MUFU: 16

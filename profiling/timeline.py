@@ -35,7 +35,7 @@ ZOOM = 6  # blocks of the main loop that the enlarged part shows
 COLORS = {
     "set up": "#cccccc", "take a tile": "#8c6bb1", "load Q": "#6a51a3", "load K": "#54278f", "load V": "#9e9ac8",
     "issue QKᵀ": "#08519c", "issue PV": "#6baed6", "mask": "#fdae6b", "row maximum": "#fd8d3c",
-    "exponentials": "#a63603", "epilogue": "#238b45", "QKᵀ": "#08519c", "PV": "#6baed6",
+    "exponentials": "#a63603", "catch up": "#d7301f", "epilogue": "#238b45", "QKᵀ": "#08519c", "PV": "#6baed6",
 }  # fmt: skip
 WAITING = "#f0f0f0"
 DOCUMENT = {"environment", "case", "kernel", "plan", "phases", "kernel_ns", "cta", "ctas", "warps"}  # of measure()

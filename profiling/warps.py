@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from hopper_fa3.kernels.config import WARPS_PER_WARPGROUP
 
-SOFTMAX = ("MASK", "ROW_MAXIMUM", "EXPONENTIALS")
+SOFTMAX = ("MASK", "ROW_MAXIMUM", "EXPONENTIALS", "CATCH_UP")
 # A matrix product is in flight from the moment its issue begins until the warp has waited for it: (first, last phase)
 PRODUCTS = {"QKᵀ": ("ISSUE_QK", "WAIT_QK"), "PV": ("ISSUE_PV", "WAIT_PV")}
 

@@ -13,7 +13,8 @@ import issue_slots
 import loops
 
 # A kernel in small: a producer with a conditional load, and a consumer that visits masked and unmasked blocks of each
-# tile. Polling (.L_poll*) stands at the end and jumps back, as ptxas places it.
+# tile. Polling (.L_poll*) stands at the end and jumps back, as ptxas places it. Scores are made again (.L_again*) in a
+# loop whose last jump skips or follows the products: ptxas chooses.
 CODE = """
 @P0 BRA `(.L_consumer)
 .L_load: SYNCS.PHASECHK.TRANS64.TRYWAIT P1, [UR4], R2
@@ -32,11 +33,25 @@ BSYNC B0
 @!P1 BRA `(.L_poll1)
 .L_ready1: HGMMA.64x128x16.F32.BF16 R24, gdesc[UR20], RZ, !UPT
 FSEL R24, R24, -INF, P0
+.L_again1: MUFU.EX2 R24, R24
+@!P6 BRA `(.L_kept1)
+HGMMA.64x128x16.F32.BF16 R24, gdesc[UR20], RZ, !UPT
+BRA `(.L_again1)
+.L_kept1: F2FP.BF16.F32.PACK_AB R8, R25, R24
 @P4 BRA `(.L_masked)
 .L_open: SYNCS.PHASECHK.TRANS64.TRYWAIT P1, [UR4], R2
 @!P1 BRA `(.L_poll2)
 .L_ready2: HGMMA.64x128x16.F32.BF16 R24, gdesc[UR20], RZ, !UPT
-.L_marker: MUFU.EX2 R24, R24.reuse
+.L_marker: IADD3 R24, R24.reuse
+.L_again2: MUFU.EX2 R24, R24
+@!P6 BRA `(.L_kept2)
+VOTE.ANY R4, PT, P5
+@P5 BRA `(.L_made)
+NOP
+.L_made: HGMMA.64x128x16.F32.BF16 R24, gdesc[UR20], RZ, !UPT
+FMUL R24, R24, R4
+.L_kept2: @P6 BRA `(.L_again2)
+F2FP.BF16.F32.PACK_AB R8, R25, R24
 @P4 BRA `(.L_open)
 HGMMA.64x128x16.F32.BF16 R24, gdesc[UR20], RZ, !UPT
 @P5 BRA `(.L_tile)
@@ -74,16 +89,16 @@ def families(iteration):
     return " ".join(instruction.family for instruction in iteration)
 
 
-def test_an_iteration_is_what_the_loop_issues_when_no_barrier_is_polled_twice():
+def test_an_iteration_is_what_the_loop_issues_when_no_barrier_is_polled_and_no_block_made_twice():
     result = found(CODE)
-    assert families(result.unmasked) == "SYNCS BRA HGMMA MUFU BRA"
-    assert families(result.masked) == "SYNCS BRA HGMMA FSEL BRA"
+    assert families(result.unmasked) == "SYNCS BRA HGMMA IADD3 MUFU BRA BRA F2FP BRA"
+    assert families(result.masked) == "SYNCS BRA HGMMA FSEL MUFU BRA F2FP BRA"
     assert families(result.producer) == "SYNCS BRA BRA UTMALDG UTMALDG BRA"  # the conditional load counts
 
 
 def test_the_masked_loop_is_known_by_its_selects_wherever_it_stands():
-    swapped = CODE.replace("FSEL R24, R24, -INF, P0", "MUFU.EX2 R24, R24", 1)
-    swapped = swapped.replace(".L_marker: MUFU.EX2 R24, R24.reuse", "FSEL R24, R24, -INF, P0")
+    swapped = CODE.replace("FSEL R24, R24, -INF, P0", "IADD3 R24, R24")
+    swapped = swapped.replace(".L_marker: IADD3 R24, R24.reuse", "FSEL R24, R24, -INF, P0")
     result = found(swapped)
     assert result.masked[0].address > result.unmasked[0].address
 
@@ -92,13 +107,14 @@ def test_a_branch_into_a_loop_from_elsewhere_makes_no_loop_of_its_own():
     graph = loops.flow(instructions(listing(CODE)))
     headers = {graph.blocks[loop.header][0].labels[-1] for loop in loops.loops(graph)}
     polls = {".L_poll0", ".L_poll1", ".L_poll2"}
-    assert headers == polls | {".L_load", ".L_tile", ".L_masked", ".L_open"}  # .L_end is never reached
+    again = {".L_again1", ".L_again2"}
+    assert headers == polls | again | {".L_load", ".L_tile", ".L_masked", ".L_open"}  # .L_end is never reached
 
 
 @pytest.mark.parametrize(
     ("before", "after", "message"),
     [
-        ("@P4 BRA `(.L_open)", "NOP", "two innermost loops with HGMMA, got 0xd0 .5 instructions, 1 HGMMA, 1 FSEL"),
+        ("@P4 BRA `(.L_open)", "NOP", "two innermost loops over blocks, got 0xd0 .8 instructions, 1 HGMMA, 1 FSEL"),
         ("FSEL R24, R24, -INF, P0", "NOP", "one of two equal loops must select scores by FSEL, got 0x"),
         ("@P3 BRA `(.L_load)", "NOP", "one innermost loop with UTMALDG, got none"),
         ("@P3 BRA `(.L_load)", "BRX R2", "a branch must name its target, got BRX R2 at 0x60"),

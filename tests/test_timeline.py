@@ -24,7 +24,7 @@ import warps  # noqa: E402
 PRODUCER = ((100, "SETUP"), (130, "TAKE_TILE"), (140, "LOAD_K"), (180, "WAIT_FREE"), (900, "EXIT"))
 FIRST = (
     (100, "SETUP"), (200, "WAIT_K"), (210, "WAIT_TURN"), (210, "ISSUE_QK"), (220, "WAIT_V"), (230, "ISSUE_PV"),
-    (260, "WAIT_QK"), (300, "ROW_MAXIMUM"), (350, "WAIT_PV"), (400, "EXPONENTIALS"), (600, "WAIT_K"),
+    (260, "WAIT_QK"), (300, "CATCH_UP"), (350, "WAIT_PV"), (400, "EXPONENTIALS"), (600, "WAIT_K"),
     (700, "EPILOGUE"), (990, "EXIT"),
 )  # fmt: skip
 SECOND = (
