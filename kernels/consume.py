@@ -90,10 +90,15 @@ class Consumer:
         index, tiles = self.schedule.first(), self.schedule.count(seqlen_q, heads, batch)
         while index < tiles:
             m_block, head, batch_index = self.schedule.coordinates(index, seqlen_q, heads, batch, run.section)
-            full, end, _ = self.band.blocks(m_block * config.tile_m, config.tile_m, seqlen_q, seqlen_k, run.right)
-            first_row = m_block * config.tile_m + warpgroup * WGMMA_M + thread // QUAD // 8 * 16 + thread // QUAD % 8
+            first_query = m_block * config.tile_m
+            _, tile_end, _ = self.band.blocks(first_query, config.tile_m, seqlen_q, seqlen_k, run.right)
+            first_query += warpgroup * WGMMA_M
+            full, end = self.own_blocks(first_query, seqlen_q, seqlen_k, run)
+            first_row = first_query + thread // QUAD // 8 * 16 + thread // QUAD % 8
             begin(Phase.WAIT_Q)
             rows = self.start_rows(products, s_p, first_row, seqlen_q, seqlen_k, run)
+            for _ in cutlass.range(tile_end - end, unroll=1):
+                k_state, v_state = self.skip(pipes, k_state, v_state, warpgroup)
             # Main loop
             q_pipe.consumer_wait(q_state)
             if end > 0:
@@ -126,6 +131,28 @@ class Consumer:
         self.turns.close(warpgroup)
         self.output.finish(is_store_warp)
         begin(Phase.EXIT)
+
+    @cute.jit
+    def own_blocks(self, first_query: Int32, seqlen_q: Int32, seqlen_k: Int32, run: RunTime):
+        """``(full, end)`` as Band.blocks, for this warpgroup's 64 queries; ``end`` is 0 where all lie past the last."""
+        full, end, _ = self.band.blocks(first_query, WGMMA_M, seqlen_q, seqlen_k, run.right)
+        return full, cutlass.select_(first_query < seqlen_q, end, Int32(0))
+
+    @cute.jit
+    def skip(self, pipes: tuple, k_state, v_state, warpgroup: Int32):
+        """Let a block pass that other warpgroups of the CTA need and this one does not: give back its K and V, and the
+        turn.
+        """
+        _, k_pipe, v_pipe = pipes
+        self.turns.wait(warpgroup)
+        self.turns.give(warpgroup)
+        k_pipe.consumer_wait(k_state)
+        k_pipe.consumer_release(k_state)
+        v_pipe.consumer_wait(v_state)
+        v_pipe.consumer_release(v_state)
+        k_state.advance()
+        v_state.advance()
+        return k_state, v_state
 
     @cute.jit
     def start_rows(

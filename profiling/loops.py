@@ -76,25 +76,31 @@ def iteration(graph, loop, found):
     """The Instructions on the usual paths through one iteration, by address.
 
     A loop inside that holds products makes a block's scores again where a row outgrew its shift: it is gone through
-    once, without what leads to those products or follows from them. Another one polls a barrier and is not entered.
-    ValueError where no path is left.
+    once, without what leads to those products or follows from them. Another one polls a barrier: it is not entered
+    where the first question stands before it, else gone through once. ValueError where no path is left.
     """
     inside = [other for other in found if other.members < loop.members]
     again = [other for other in inside if _holds(graph, other.members, "HGMMA")]
-    closed = {other.header for other in inside if other not in again}
-    closed |= {number for other in again for number in other.members if _holds(graph, [number], "HGMMA")}
-    follow = {number: graph.follow[number] & loop.members - closed for number in loop.members}
-    before = {number: {other for other in follow if number in follow[other]} for number in follow}
-    forward = reached(loop.header, follow.__getitem__)
-    last = [number for number in forward if loop.header in follow[number]]
-    if not last:
+    polls = {other.header for other in inside if other not in again}
+    scores = {number for other in again for number in other.members if _holds(graph, [number], "HGMMA")}
+    numbers = _paths(graph, loop, scores | polls) or _paths(graph, loop, scores)
+    if not numbers:
         address = graph.blocks[loop.header][0].address
         raise ValueError(
             f"an iteration of the loop at {address:#x} must have a path around the loops inside it, got none"
         )
+    return [instruction for number in sorted(numbers) for instruction in graph.blocks[number]]
+
+
+def _paths(graph, loop, closed):
+    """Numbers of the blocks on the paths from the loop's header back to it that avoid the ``closed`` ones."""
+    follow = {number: graph.follow[number] & loop.members - closed for number in loop.members}
+    before = {number: {other for other in follow if number in follow[other]} for number in follow}
+    forward = reached(loop.header, follow.__getitem__)
+    last = [number for number in forward if loop.header in follow[number]]
     # Each of these leads on to the loop's end, or it leads to what is left out
     backward = set().union(*(reached(number, before.__getitem__) for number in last))
-    return [instruction for number in sorted(forward & backward) for instruction in graph.blocks[number]]
+    return forward & backward
 
 
 def loops(graph):
