@@ -19,7 +19,8 @@ from hopper_fa3.reference import standard
 
 BLOCKS, ROWS = 6, 400  # blocks of keys, the last one ragged; queries, several Q tiles
 BF16, FP16 = torch.bfloat16, torch.float16
-# (head_dim, dtype, causal): tiles of 192 x 128, 128 x 128 and 128 x 80; kernels that other test files compile as well
+# (head_dim, dtype, causal): blocks of 128 and 80 keys, two and three consumer warpgroups, P in registers and in shared
+# memory; kernels that other test files compile as well
 KERNELS = [
     (64, BF16, False), (64, FP16, True), (128, FP16, False), (128, BF16, True), (256, BF16, False), (256, FP16, True),
 ]  # fmt: skip
