@@ -55,7 +55,7 @@ def test_no_loop_grows(name):
 
 def test_figures_follow_from_the_algorithm():
     """D 128, 128 x 128: a thread has 64 scores of two rows and 64 elements of O."""
-    found = figures("d128-dense")
+    found = figures("d128-causal")
     assert found["registers"] == {"launch": 168, "producer": 24, "consumer": 240}
     for loop, selected in (("unmasked", 0), ("masked", 64)):
         counts = found[loop]["counts"]
@@ -243,29 +243,29 @@ def test_a_report_is_written_for_people_and_programs(monkeypatch, tmp_path, caps
         table_kernels, "compiled", lambda kernels: [(name, compiled.cubin(KERNELS[name])) for name in kernels]
     )
     monkeypatch.setattr(sass, "BASELINE", tmp_path / "baseline.json")
-    assert sass.main(["--case", "d128-dense", "--out", str(tmp_path / "new")]) == 0
+    assert sass.main(["--case", "d128-causal", "--out", str(tmp_path / "new")]) == 0
     page = (tmp_path / "new" / "sass.md").read_text()
     assert capsys.readouterr().out == page and not sass.BASELINE.exists()
     found = json.loads((tmp_path / "new" / "sass.json").read_text())
     assert found == {
-        "versions": sass_figures.versions(compiled.cubin(KERNELS["d128-dense"])),
-        "kernels": {"d128-dense": figures("d128-dense")},
+        "versions": sass_figures.versions(compiled.cubin(KERNELS["d128-causal"])),
+        "kernels": {"d128-causal": figures("d128-causal")},
     }
-    size = found["kernels"]["d128-dense"]["unmasked"]["instructions"]
-    assert f"| d128-dense, unmasked | 16 | 64 | 0 | 64 | 64 | 1 | 32 | 0 | 3 | 4 | 0 | {size} |" in page
-    clocks = f"| d128-dense | 2048 | {2 * size} | 1024 | 256 | tensor | 100% | {2 * size / 2048:.0%} |"
+    size = found["kernels"]["d128-causal"]["unmasked"]["instructions"]
+    assert f"| d128-causal, unmasked | 16 | 64 | 0 | 64 | 64 | 1 | 32 | 0 | 3 | 4 | 0 | {size} |" in page
+    clocks = f"| d128-causal | 2048 | {2 * size} | 1024 | 256 | tensor | 100% | {2 * size / 2048:.0%} |"
     assert clocks in page
-    assert "| d128-dense | 128x128 | 2 | 168 / 24 / 240 | 0 | 0 | 0 | 197632 |" in page
+    assert "| d128-causal | 128x128 | 2 | 168 / 24 / 240 | 0 | 0 | 0 | 197632 |" in page
 
 
 def test_cubin_files_are_reported_without_compiling(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(table_kernels, "compiled", None)
     path = tmp_path / "some.cubin"
-    path.write_bytes(compiled.cubin(KERNELS["d128-dense"]))
+    path.write_bytes(compiled.cubin(KERNELS["d128-causal"]))
     assert sass.main([str(path)]) == 0
     said = capsys.readouterr().out
     assert (
-        said.startswith("hopper_fa3_forward_d128_dense_bf16_128x128_0: registers 168  stack 0") and "unmasked " in said
+        said.startswith("hopper_fa3_forward_d128_causal_bf16_128x128_0: registers 168  stack 0") and "unmasked " in said
     )
     path.write_text("not machine code")
     assert sass.main([str(path)]) == 2
