@@ -148,9 +148,10 @@ def test_measured_standard_attention_replaces_the_model():
 
 def test_few_tiles_leave_sms_idle():
     small = roofline.Shape(1, 512, 512, 16, 2, 128, 128)
+    tiles = 16 * 3  # of 192 queries
     time = advise.expected(small, "ours", RATES)
-    assert time.source.endswith(f"scaled: 48 tiles of queries for {measured.SMS} SMs")  # 192 rows
-    assert time.seconds == pytest.approx(2 * 16 * 512**2 * 256 / 600e12 * measured.SMS / 48)
+    assert time.source.endswith(f"scaled: {tiles} tiles of queries for {measured.SMS} SMs")
+    assert time.seconds == pytest.approx(2 * 16 * 512**2 * 256 / 600e12 * measured.SMS / tiles)
     text = "\n".join(advise.answer(small, HERE, 0.5, RATES))
     assert f"less than the host time of a call ({measured.HOST_MICROSECONDS['ours']} µs)" in text
     assert "the scores may stay in the 50.0 MB of L2" in text

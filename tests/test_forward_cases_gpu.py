@@ -119,7 +119,7 @@ def test_large_logits_of_both_signs(device):
     ("head_dim", "given"),
     [
         (64, plan.Plan(64, 128, pingpong=False)),
-        (64, plan.Plan(128, 240)),
+        (64, plan.Plan(128, 224)),
         (64, plan.Plan(192, 128, stages=4)),
         (128, plan.Plan(128, 16)),
         (128, plan.Plan(64, 16, pingpong=False, overlap=False)),
