@@ -263,7 +263,7 @@ class Consumer:
             begin(Phase.MASK)
             self.mask(scores, rows, block)
         sums = cute.make_rmem_tensor(ROWS, Float32)
-        # Once in general, twice where a row outgrew its shift. Never more: at logits beyond 2**26 rounding alone can
+        # Once in general, twice where a row outgrew its shift. Never more: at logits beyond 2**27 rounding alone can
         # pass the limit.
         outgrown, fresh = Boolean(True), Boolean(True)
         while outgrown:
