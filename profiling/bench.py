@@ -1,7 +1,8 @@
 """`make bench`: our attention beside PyTorch's backends, FlashAttention-4 and the machine's ceilings, on random data.
 
 Three suites: the forward, the backward, and decoding (one query a head). Every cell (head dim, length, mask) times all
-of them in interleaved rounds. Kinds of rows: "kernel" (events over many launches of the shortest way to each kernel),
+of them in interleaved rounds. ``--others`` adds cells beside the grid: head dims 80, 96, 192 and 192/128, grouped
+heads and fp16 (suites.OTHERS). Kinds of rows: "kernel" (events over many launches of the shortest way to each kernel),
 "public" (the same through the functions that people call), "autograd" (the same for torch.autograd.grad over a kept
 graph), "graph" (replayed launches, for short problems whose host time would hide the kernel) and "host" (the time that
 a warm call spends on the host).
@@ -19,13 +20,13 @@ from peers import PEERS, REFUSALS, refusal
 from peers import versions as peer_versions
 from progress import Progress, say
 from selection import TOKENS, WIDTH
-from suites import OURS, SHORT, SUITES, Inputs, apart, ceiling_facts, ceiling_rates, ceilings
+from suites import OTHERS, OURS, SHORT, SUITES, Inputs, apart, ceiling_facts, ceiling_rates, ceilings, other_cases
 from timing import EventClock, HostClock, Launch, interleaved
 
 HOST_SECONDS = 0.005
 LONGEST_ROUND, SHORTEST_ROUND = 0.04, 0.004  # seconds a callable gets in one round
 AGREEMENT = 0.02  # of the largest output: two bf16 kernels differ by their rounding, far less than this
-SHAPES = ("head_dims", "seqlens", "causal", "tokens", "width", "group")  # options that decoding does not take
+SHAPES = ("head_dims", "seqlens", "causal", "tokens", "width", "group", "others")  # options that decoding does not take
 
 
 def numbers(text):
@@ -41,6 +42,11 @@ def parser():
     root.add_argument("--tokens", type=int, default=TOKENS, help="batch * length (default: %(default)s)")
     root.add_argument("--width", type=int, default=WIDTH, help="heads * head_dim (default: %(default)s)")
     root.add_argument("--group", type=int, default=1, help="query heads per K/V head (default: %(default)s)")
+    root.add_argument(
+        "--others",
+        action="store_true",
+        help="after the grid also: head dims 80, 96, 192 and 192/128, 32/4 heads, and head_dim 128 in fp16",
+    )
     root.add_argument("--peers", default=",".join(PEERS), help="of %(default)s")
     root.add_argument("--rounds", type=int, default=7)
     root.add_argument("--graph", action="store_true", help=f"also replay CUDA graphs: lengths {SHORT}, all of decode")
@@ -85,6 +91,7 @@ class Bench:
         self.suite, self.entrants = SUITES[options.suite], [OURS, *peers]
         self.started = time.monotonic()
         self.rows, self.disagreements = [], []
+        self.others = frozenset(other_cases(options))
         self.refusals = {}  # (entrant, why) -> None: said once, in order
         self.ceiling = None
 
@@ -154,14 +161,13 @@ class Bench:
             self.disagreements.append(f"{case.name}: ours differs from {others[0]} by {found:.3g} of its largest value")
 
     def record(self, case, times, clock):
-        shape = (case.head_dim, case.seqlen_k, case.causal, case.batch, case.heads, case.heads_k)
         for (kind, name), timing in times.items():
             seconds = timing.median
             rates = ceiling_rates(name, seconds) if name == self.suite.ceiling else self.suite.rates(case, seconds)
             flops, bandwidth = (None, None) if kind == "host" else rates
-            self.rows.append(
-                tables.Row(kind, *shape, name, seconds * 1e6, timing.spread, flops, *clock, tb_per_s=bandwidth)
-            )
+            *shape, head_dim_v, dtype = tables.Cell.of(kind, case)
+            figures = (seconds * 1e6, timing.spread, flops, *clock, bandwidth)
+            self.rows.append(tables.Row(*shape, name, *figures, head_dim_v, dtype, case in self.others))
 
     def host(self, inputs):
         """Host time of warm calls on a small problem."""
@@ -177,15 +183,19 @@ class Bench:
 
     def measured(self, case):
         """A case's rows of the suite's first kind, in words."""
-        shape = (case.head_dim, case.seqlen_k, case.causal, case.batch)
+        shape = tables.Cell.of("", case)[1:]
         found = [cell for key, cell in tables.cells(self.rows).items() if key.kind != "host" and key[1:] == shape]
         return f"{label(case)}: {tables.summary(found[0]) if found else 'nothing runs here'}"
 
 
 def label(case):
+    """A cell as progress names it."""
     if case.seqlen_q == 1:
         return f"D {case.head_dim} batch {case.batch} length {case.seqlen_k}"
-    return f"D {case.head_dim} length {case.seqlen_k} {'causal' if case.causal else 'dense'}"
+    cell = tables.Cell.of("", case)
+    heads = "" if case.heads == case.heads_k else f" heads {cell.heads_in_words}"
+    dtype = "" if case.dtype == "bfloat16" else f" {cell.dtype_in_words}"
+    return f"D {cell.dims}{heads} length {case.seqlen_k} {cell.mask}{dtype}"
 
 
 def measure(bench, cases):
@@ -228,6 +238,8 @@ def facts_of(options, found, left_out):
     facts |= {"suite": options.suite, "rounds": options.rounds}
     if options.suite != "decode":
         facts |= {"tokens": options.tokens, "width": options.width, "group": options.group}
+    if options.others:
+        facts["others"] = ", ".join(OTHERS)
     return facts | {"left out": "; ".join(f"{name}: {why}" for name, why in left_out) or "nothing"}
 
 

@@ -78,7 +78,10 @@ def draw(path, make, *arguments):
 
 
 def rates(rows, facts):
-    """The figure of a benchmark's rows (tables.Row): TFLOP/s against length, or for decoding TB/s."""
+    """The figure of a benchmark's rows (tables.Row): TFLOP/s against length, or for decoding TB/s. Others than the
+    grid's are left out: they are single lengths.
+    """
+    rows = [row for row in rows if not row.other]
     suite, measured = facts.get("suite", "forward"), {row.kind for row in rows}
     kind = next(kind for kind in DRAWN_KINDS[suite] if kind in measured)
     drawn = [row for row in rows if row.kind == kind]

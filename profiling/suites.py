@@ -7,7 +7,8 @@ from typing import NamedTuple
 import cost
 import torch
 from peers import Peer, never
-from selection import Case
+from selection import MASKS, Case
+from selection import case as case_of
 from timing import Launch, graph
 
 from hopper_fa3 import flash_attn_func, launch
@@ -15,6 +16,12 @@ from hopper_fa3.problem import Problem
 
 SHORT = (512, 1024)  # lengths whose host time may hide the kernel's
 DECODE_SHAPES = ((1, 8192), (1, 131072), (32, 8192), (128, 2048))  # (batch, keys)
+# What --others adds to the grid, each dense and causal; 8192 long where a word does not say. Heads are powers of two
+# (the grid's width would give 21 at head_dim 96); 192/128 has 16, so that V and O are those of the grid's head_dim 128.
+OTHERS = (
+    "d80-h16", "d96-h16", "d192-h8", "d192_128-h16", "d128-b1-h32_4",
+    "d128-s2048-fp16", "d128-fp16", "d128-s16384-fp16",
+)  # fmt: skip
 DECODE_HEADS, DECODE_GROUP, DECODE_HEAD_DIM = 32, 4, 128
 
 
@@ -75,14 +82,26 @@ def replayed_gradient(entrant, tensors):
     return graph(one, stream=stream)
 
 
+def masks(options):
+    return {"both": (False, True), "yes": (True,), "no": (False,)}[options.causal]
+
+
 def grid(options):
     """Head dims x masks x lengths at equal numbers of tokens and equal width."""
-    masks = {"both": (False, True), "yes": (True,), "no": (False,)}[options.causal]
     return [
         Case(options.tokens // seqlen, seqlen, seqlen, heads := options.width // head_dim, heads // options.group,
              head_dim, head_dim, causal=causal)
-        for head_dim in options.head_dims for causal in masks for seqlen in options.seqlens
+        for head_dim in options.head_dims for causal in masks(options) for seqlen in options.seqlens
     ]  # fmt: skip
+
+
+def other_cases(options):
+    """The cases of OTHERS that the grid lacks, where they are asked for."""
+    if not options.others:
+        return []
+    words = [word for word, causal in MASKS.items() if causal in masks(options)]
+    known = set(grid(options))
+    return [case for text in OTHERS for word in words if (case := case_of(f"{text}-{word}")) not in known]
 
 
 def one_query(batch, seqlen):
@@ -93,7 +112,7 @@ def one_query(batch, seqlen):
 
 FORWARD = Suite(
     "forward",
-    grid,
+    lambda options: grid(options) + other_cases(options),
     forwards,
     lambda entrant, tensors: graph(entrant.kernel(*tensors)),
     SHORT,
@@ -126,12 +145,19 @@ SUITES = {
 
 
 class Inputs:
-    """Random q, k, v of any case, as views of three buffers drawn once: drawing takes longer than timing."""
+    """Random q, k, v of any case, as views of three buffers a dtype drawn once: drawing takes longer than timing."""
 
-    def __init__(self, cases):
-        generator = torch.Generator("cuda").manual_seed(0)
-        sizes = [max(self.sizes(case)[i] for case in cases) for i in range(3)]
-        self.buffers = [torch.randn(size, device="cuda", generator=generator).bfloat16() for size in sizes]
+    def __init__(self, cases, device="cuda"):
+        generator = torch.Generator(device).manual_seed(0)
+        sizes = {}  # dtype -> elements of q, k, v in its largest cases
+        for case in cases:
+            known = sizes.get(case.dtype, (0, 0, 0))
+            sizes[case.dtype] = tuple(map(max, known, self.sizes(case)))
+        self.buffers = {dtype: [] for dtype in sizes}
+        for each in zip(*sizes.values(), strict=True):
+            drawn = torch.randn(max(each), device=device, generator=generator)  # the same numbers in every dtype
+            for size, (dtype, buffers) in zip(each, self.buffers.items(), strict=True):
+                buffers.append(drawn[:size].to(getattr(torch, dtype)))
 
     @staticmethod
     def sizes(case):
@@ -144,7 +170,7 @@ class Inputs:
             (case.batch, case.seqlen_k, case.heads_k, case.head_dim),
             (case.batch, case.seqlen_k, case.heads_k, case.head_dim_v),
         )
-        sized = zip(self.buffers, self.sizes(case), shapes, strict=True)
+        sized = zip(self.buffers[case.dtype], self.sizes(case), shapes, strict=True)
         return tuple(buffer[:size].view(shape) for buffer, size, shape in sized)
 
 

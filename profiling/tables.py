@@ -2,6 +2,7 @@
 
 import csv
 import json
+import statistics
 from pathlib import Path
 from typing import NamedTuple
 
@@ -9,9 +10,12 @@ import environment
 import plots
 from progress import say
 
+from hopper_fa3.kernels.config import SHORT_DTYPES
 from hopper_fa3.roofline import L2_BYTES
 
-RATIOS = ("fa4", "cudnn", "matmul", "copy")  # ours against these, where they were measured
+RIVALS = ("fa4", "cudnn")  # a line under each table sums up ours against these
+RATIOS = (*RIVALS, "matmul", "copy")  # ours against these, where they were measured
+LONG = 2048  # from this length on a cell counts in the mean: shorter ones measure launches and last waves as well
 
 
 class Row(NamedTuple):
@@ -31,6 +35,9 @@ class Row(NamedTuple):
     sm_clock: float | None  # MHz, median while the cell was measured
     power: float | None  # W, likewise
     tb_per_s: float | None = None  # decoding: K and V over the time; the copy: what it read and wrote
+    head_dim_v: int | None = None  # None, in older files: head_dim
+    dtype: str = "bfloat16"
+    other: bool = False  # beside the grid: not in its picture and mean
 
     @property
     def rate(self):
@@ -43,13 +50,47 @@ class Cell(NamedTuple):
     seqlen: int
     causal: bool
     batch: int
+    heads: int
+    heads_k: int
+    head_dim_v: int
+    dtype: str
+
+    @classmethod
+    def of(cls, kind, case):
+        sizes = (case.head_dim, case.seqlen_k, case.causal, case.batch, case.heads, case.heads_k, case.head_dim_v)
+        return cls(kind, *sizes, case.dtype)
+
+    @property
+    def dims(self):
+        return str(self.head_dim) if self.head_dim == self.head_dim_v else f"{self.head_dim}/{self.head_dim_v}"
+
+    @property
+    def heads_in_words(self):
+        return str(self.heads) if self.heads == self.heads_k else f"{self.heads}/{self.heads_k}"
+
+    @property
+    def dtype_in_words(self):
+        return SHORT_DTYPES[self.dtype]
+
+    @property
+    def mask(self):
+        return "causal" if self.causal else "dense"
 
 
 def cells(rows):
     """The rows of each Cell, as name -> Row, in the order of measurement."""
     found = {}
     for row in rows:
-        found.setdefault(Cell(row.kind, row.head_dim, row.seqlen, row.causal, row.batch), {})[row.name] = row
+        shape = (
+            row.head_dim,
+            row.seqlen,
+            row.causal,
+            row.batch,
+            row.heads,
+            row.heads_k,
+            row.head_dim_v or row.head_dim,
+        )
+        found.setdefault(Cell(row.kind, *shape, row.dtype), {})[row.name] = row
     return found
 
 
@@ -73,7 +114,8 @@ def summary(cell):
 
 
 def markdown(rows):
-    """One table per kind: rate or time of each callable, then the ratios, the spread and the clock."""
+    """One table per kind: rate or time of each callable, then the ratios, the spread and the clock; below it what the
+    ratios come to."""
     text = []
     for kind in dict.fromkeys(row.kind for row in rows):
         mine = {key: cell for key, cell in cells(rows).items() if key.kind == kind}
@@ -84,23 +126,57 @@ def markdown(rows):
         head = [*shape, *names, *(f"ours / {name}" for name in ratios), spread, "SM MHz", "W"]
         unit = _unit(row for cell in mine.values() for row in cell.values())
         lines = [_cells(key, cell, names, ratios, shape) for key, cell in mine.items()]
-        text += [f"### {kind}, {unit}", "", *grid(head, lines), "", *_cached(mine)]
+        text += [f"### {kind}, {unit}", "", *grid(head, lines), "", *_totals(mine, shape), *_cached(mine)]
     return "\n".join(text)
 
 
 def _shape_columns(mine):
-    """What tells the cells apart: batches do where a length comes in several."""
+    """What tells the cells apart: batches do where a length comes in several, heads and dtype beside the grid."""
+    if any(map(_other, mine.values())):
+        return ["D", "heads", "dtype", "length", "mask"]
     batches = len({key.batch for key in mine}) > 1 and len({key._replace(batch=0) for key in mine}) < len(mine)
     return ["D", "batch", "length", "mask"] if batches else ["D", "length", "mask"]
+
+
+def _other(cell):
+    return next(iter(cell.values())).other
+
+
+def _totals(mine, shape):
+    """A line a rival: the mean of our ratios over the grid's long cells, and the smallest of all."""
+    lines = []
+    for rival in RIVALS:
+        ratios = {key: ratio for key, cell in mine.items() if (ratio := speed_ratio(cell, rival)) is not None}
+        if len(ratios) < 2:
+            continue
+        long = [ratio for key, ratio in ratios.items() if key.seqlen >= LONG and not _other(mine[key])]
+        least = min(ratios, key=ratios.get)
+        text = f"least ours / {rival}:"
+        if long:
+            lengths = "the grid's lengths" if "heads" in shape else "lengths"
+            mean = statistics.geometric_mean(long)
+            text = f"geometric mean of ours / {rival} over {lengths} >= {LONG}: {mean:.2f}; least"
+        lines.append(f"- {text} {ratios[least]:.2f} ({_place(least, shape)})")
+    return [*lines, ""] if lines else []
+
+
+def _place(key, shape):
+    """A cell in as many words as its table needs."""
+    dtype = f" {key.dtype_in_words}" if "dtype" in shape and key.dtype != "bfloat16" else ""
+    heads = f", {key.heads_in_words} heads" if "heads" in shape and key.heads != key.heads_k else ""
+    batch = f", batch {key.batch}" if "batch" in shape else ""
+    return f"D {key.dims}{dtype} {key.mask}{heads}{batch}, {key.seqlen}"
 
 
 def _cells(key, cell, names, ratios, shape):
     some = next(iter(cell.values()))
     known = {
-        "D": key.head_dim,
+        "D": key.dims,
+        "heads": key.heads_in_words,
+        "dtype": key.dtype_in_words,
         "batch": key.batch,
         "length": key.seqlen,
-        "mask": "causal" if key.causal else "dense",
+        "mask": key.mask,
     }
     values = [cell.get(name) for name in names]
     figures = ["" if row is None else _figure(row) for row in values]

@@ -16,7 +16,7 @@ import environment  # noqa: E402
 import peers  # noqa: E402
 import suites  # noqa: E402
 from progress import Progress  # noqa: E402
-from timing import Launch  # noqa: E402
+from timing import Launch, Timing  # noqa: E402
 
 
 def cases_of(*words):
@@ -45,6 +45,54 @@ def test_grid_takes_its_options():
         (512, 32, 4, True),
         (1024, 32, 4, True),
     ]
+
+
+def test_others_come_after_the_grid():
+    cases = cases_of("--others")
+    added = cases[36:]
+    assert cases[:36] == cases_of() and len(added) == len(set(cases)) - 36 == 2 * len(suites.OTHERS)
+    assert {case.batch * case.seqlen_q for case in added if case.heads == case.heads_k} == {16384}
+    found = {(case.head_dim, case.head_dim_v, case.heads, case.heads_k) for case in added if case.dtype == "bfloat16"}
+    assert found == {(80, 80, 16, 16), (96, 96, 16, 16), (192, 192, 8, 8), (192, 128, 16, 16), (128, 128, 32, 4)}
+    assert {(case.head_dim, case.seqlen_k) for case in added if case.dtype == "float16"} == {
+        (128, seqlen) for seqlen in (2048, 8192, 16384)
+    }
+    assert [case for case in added if case.causal] == cases_of("--others", "--suite", "backward", "--causal", "yes")[
+        18:
+    ]
+    narrow = ["--head-dims", "96", "--width", "1536", "--seqlens", "8192"]  # this grid holds two of them
+    assert len(cases_of("--others", *narrow)) == len(added)
+
+
+def test_inputs_come_in_the_dtype_of_the_case():
+    small = suites.Case(2, 3, 5, 4, 2, 16, 8)
+    half = suites.Case(1, 3, 5, 4, 2, 16, 24, dtype="float16")
+    inputs = suites.Inputs([small, half], device="cpu")
+    for case in (small, half):
+        views = inputs.views(case)
+        assert [tensor.shape for tensor in views] == [tensor.shape for tensor in case.inputs()]
+        assert {str(tensor.dtype) for tensor in views} == {f"torch.{case.dtype}"}
+    q, rounded = inputs.views(half)[0], inputs.views(small)[0][:1]
+    torch.testing.assert_close(q.bfloat16(), rounded, rtol=2**-7, atol=0)  # the same numbers
+    assert [sum(map(len, buffers)) for buffers in inputs.buffers.values()] == [384 + 320 + 160, 192 + 160 + 240]
+
+
+def test_rows_say_which_case_they_are_of():
+    run = run_of("--others")
+    cases = {bench.label(case): case for case in run.suite.cases(run.options)}
+    assert len(cases) == 36 + 16
+    words = ("D 128 length 8192 dense", "D 128 heads 32/4 length 8192 dense", "D 128 length 8192 dense fp16",
+             "D 192/128 length 8192 causal")  # fmt: skip
+    for number, word in enumerate(words, 1):
+        run.record(cases[word], {("kernel", "ours"): Timing((number * 1e-3,))}, (None, None))
+    assert [(row.heads_k, row.head_dim_v, row.dtype, row.other) for row in run.rows] == [
+        (16, 128, "bfloat16", False), (4, 128, "bfloat16", True), (16, 128, "float16", True),
+        (16, 128, "bfloat16", True),
+    ]  # fmt: skip
+    flops = 2 * 2 * 16 * 8192**2 * (192 + 128) / 2
+    assert run.rows[3].teraflops == pytest.approx(flops / 4e-3 * 1e-12)
+    for word, row in zip(words, run.rows, strict=True):
+        assert run.measured(cases[word]) == f"{word}: ours {row.teraflops:.0f} TFLOP/s"
 
 
 def test_pace_slows_to_the_budget_and_never_below_the_shortest_round():
@@ -155,7 +203,9 @@ def test_ours_is_left_out_only_where_it_is_not_built():
     assert list(run.refusals) == [("ours", "no backward yet")]
     with pytest.raises(ValueError, match="a fault"):
         run.made(suites.OURS, tensors, refuses(ValueError("a fault")))
-    assert run.made(peers.PEERS["math"], tensors, refuses(ValueError("wrong shape"))) == {}
+    compiler_error = type("CompilerError", (Exception,), {})  # a peer's own class, as the CuTe DSL's are
+    for error in (ValueError("wrong shape"), compiler_error("no such tile")):
+        assert run.made(peers.PEERS["math"], tensors, refuses(error)) == {}
 
 
 class FakeClock:
@@ -197,6 +247,7 @@ def test_a_cell_without_ours_still_measures_the_peers(suite, monkeypatch):
     [
         (["--peers", "fa4,fa5"], "bench knows the peers fa4,"),
         (["--suite", "decode", "--seqlens", "512"], "the decode suite has shapes of its own, got --seqlens"),
+        (["--suite", "decode", "--others"], "the decode suite has shapes of its own, got --others"),
         (["--from", "nowhere.json"], "bench cannot read nowhere.json"),
         (["--rounds", "0"], "bench needs --rounds"),
         (["--seqlens", "512,0"], "bench needs --rounds"),

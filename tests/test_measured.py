@@ -10,7 +10,9 @@ from hopper_fa3 import measured as module
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "profiling"))
-import measured as writer  # noqa: E402  (found by the line above)
+import bench  # noqa: E402  (found by the line above)
+import measured as writer  # noqa: E402
+from timing import Timing  # noqa: E402
 
 FILES = [writer.RESULTS / name for name in module.SOURCES]
 
@@ -49,6 +51,14 @@ def test_a_second_file_adds_the_names_that_the_first_lacks():
         (128, False, "ours"): {4096: 600.0},
         (128, False, "standard"): {4096: 150.0},
     }
+
+
+def test_cells_beside_the_grid_are_not_taken():
+    options = bench.parser().parse_args(["--others"])
+    run = bench.Bench(options, [], None, None)
+    for case in run.others:
+        run.record(case, {("kernel", "ours"): Timing((1e-3,))}, (None, None))
+    assert len(run.rows) == 16 and writer.rates([{"rows": [row._asdict() for row in run.rows]}]) == {}
 
 
 def test_the_newest_files_are_taken(tmp_path, monkeypatch, capsys):
