@@ -4,7 +4,7 @@ arithmetic.
 
 from typing import NamedTuple
 
-from .kernels.config import ELEMENT_BYTES, HEAD_DIM_CLASSES, SHARED_MEMORY_LIMIT, ForwardConfig
+from .kernels.config import ELEMENT_BYTES, HEAD_DIM_CLASSES, ForwardConfig
 
 # K and V of the heads that are scheduled together should stay in L2. An H200 has 50 to 60 MB of it; O, Q and the
 # neighbours' traffic take the rest. FlashAttention-3 uses the same 32 MB.
@@ -69,8 +69,7 @@ def largest_block(static):
     """
     for tile_n in range(WIDEST_BLOCK, 0, -16):
         plan = Plan(128, tile_n, pingpong=max(static.head_dim, static.head_dim_v) <= 128)
-        config = forward_config(static, plan)
-        if config.smem_bytes() <= SHARED_MEMORY_LIMIT and config.spare_registers() >= 0:
+        if forward_config(static, plan).broken_rule() is None:
             return plan
     raise ValueError(f"no tile fits head_dim {static.head_dim} and head_dim_v {static.head_dim_v}")
 
@@ -83,12 +82,7 @@ def forward_config(static, plan):
         head_dim_v=static.head_dim_v,
         right_bound=static.right_bound,
         negative_scale=static.negative_scale,
-        tile_m=plan.tile_m,
-        tile_n=plan.tile_n,
-        stages=plan.stages,
-        pingpong=plan.pingpong,
-        overlap=plan.overlap,
-        shared_p=plan.shared_p,
+        **plan._asdict(),
     )
 
 

@@ -119,6 +119,12 @@ class ForwardConfig:
 
     def check(self):
         """Raise ValueError, naming the rule, where no kernel can be built from this configuration."""
+        broken = self.broken_rule()
+        if broken is not None:
+            raise ValueError(broken)
+
+    def broken_rule(self):
+        """The first rule that this configuration breaks, in words with what it has instead; None: it is legal."""
         rules = (
             (
                 self.head_dim in HEAD_DIM_CLASSES,
@@ -155,6 +161,4 @@ class ForwardConfig:
                 "registers of a thread at launch",
             ),
         )
-        for holds, message in rules:
-            if not holds:
-                raise ValueError(message)
+        return next((message for holds, message in rules if not holds), None)

@@ -8,14 +8,13 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-import cutlass.utils.hopper_helpers as sm90
-from cutlass import Boolean, Float32, Int32
+from cutlass import Boolean, Int32
 from cutlass.cute.nvgpu import cpasync
-from cutlass.tensor_utils import LayoutEnum
 
 from .args import TiledTensor, partition
 from .barriers import sync_warpgroup
 from .config import WGMMA_M
+from .products import convert, store_copy
 from .softmax import QUAD, ROWS
 
 GROUP = 8  # neighbouring columns that a quad holds of a row, two a thread: 16 bytes
@@ -34,13 +33,6 @@ class Piece(NamedTuple):
     thread: Int32  # of the warpgroup
     in_store_warp: Boolean  # the warp that speaks to TMA for its warpgroup
     first_row: Int32  # of the head, this thread's first; the second lies 8 below
-
-
-def convert(acc_o, dtype):
-    """O in 16 bit, in the registers' order."""
-    converted = cute.make_rmem_tensor_like(acc_o, dtype)
-    converted.store(acc_o.load().to(dtype))
-    return converted
 
 
 @cute.jit
@@ -77,8 +69,7 @@ class StagedOutput:
         wait_output_free(piece.warpgroup, piece.in_store_warp)
         # Write, and make it visible to TMA
         converted = convert(acc_o, self.dtype)
-        store_atom = sm90.get_smem_store_op(LayoutEnum.ROW_MAJOR, self.dtype, Float32)
-        copy = cute.make_tiled_copy_C(store_atom, pv_mma).get_slice(piece.thread)
+        copy = store_copy(pv_mma, self.dtype, piece.thread)
         cute.copy(copy, copy.retile(converted), copy.partition_D(shared))
         cute.arch.fence_view_async_shared()
         sync_warpgroup(piece.warpgroup)

@@ -10,15 +10,13 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-import cutlass.utils.hopper_helpers as sm90
-from cutlass import Boolean, Float32, Int32, const_expr
+from cutlass import Boolean, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup as wgmma
-from cutlass.tensor_utils import LayoutEnum
 
 from .barriers import sync_warpgroup
 from .config import WARPGROUP_THREADS
 from .output import wait_output_free
-from .products import Products, as_left_operand, new_left_operand
+from .products import Products, as_left_operand, convert, new_left_operand, store_copy
 
 
 class Probabilities(NamedTuple):
@@ -63,10 +61,8 @@ class SharedP:
         return Probabilities(operand, self.copy(products).partition_D(memory))
 
     def copy(self, products: Products):
-        """How a thread writes its part of S's accumulator, as 16 bit, into the warpgroup's tile: by stmatrix."""
-        store_atom = sm90.get_smem_store_op(LayoutEnum.ROW_MAJOR, self.dtype, Float32)
-        thread = cute.arch.thread_idx()[0] % WARPGROUP_THREADS
-        return cute.make_tiled_copy_C(store_atom, products.qk_first).get_slice(thread)
+        """How a thread writes its part of S's accumulator into the warpgroup's tile."""
+        return store_copy(products.qk_first, self.dtype, cute.arch.thread_idx()[0] % WARPGROUP_THREADS)
 
     @cute.jit
     def claim(self, warpgroup: Int32, is_store_warp: Boolean):
@@ -76,8 +72,7 @@ class SharedP:
     @cute.jit
     def keep(self, products: Products, probabilities: Probabilities, scores: cute.Tensor):
         """Write P (stmatrix) for WGMMA to read. The P V that read the block before must have ended."""
-        converted = cute.make_rmem_tensor_like(scores, self.dtype)
-        converted.store(scores.load().to(self.dtype))
+        converted = convert(scores, self.dtype)
         copy = self.copy(products)
         cute.copy(copy, copy.retile(converted), probabilities.target)
         cute.arch.fence_view_async_shared()  # each thread's own writes, before the barrier that P V waits behind

@@ -8,6 +8,7 @@ import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode
 from cutlass.cute.nvgpu import warpgroup as wgmma
+from cutlass.tensor_utils import LayoutEnum
 
 from .config import WGMMA_M
 from .softmax import ROWS
@@ -80,6 +81,19 @@ def rows_and_columns(accumulator):
     """One thread's accumulator ((2, 2, N / 8), 1, 1) seen as (2 rows, N / 4 columns)."""
     groups = cute.size(accumulator) // 4
     return cute.make_tensor(accumulator.iterator, cute.make_layout((ROWS, (2, groups)), stride=(2, (1, 4))))
+
+
+def convert(accumulator, dtype):
+    """An accumulator in 16 bit, in its registers' order."""
+    converted = cute.make_rmem_tensor_like(accumulator, dtype)
+    converted.store(accumulator.load().to(dtype))
+    return converted
+
+
+def store_copy(tiled_mma, dtype, thread):
+    """How a thread of a warpgroup writes its part of an accumulator, as 16 bit, to shared memory: by stmatrix."""
+    atom = sm90.get_smem_store_op(LayoutEnum.ROW_MAJOR, dtype, Float32)
+    return cute.make_tiled_copy_C(atom, tiled_mma).get_slice(thread)
 
 
 def left_operand_layout(elements):

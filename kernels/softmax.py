@@ -11,6 +11,7 @@ is rescaled.
 """
 
 import math
+import operator
 from dataclasses import dataclass
 
 import cutlass
@@ -55,10 +56,7 @@ class Softmax:
     @cute.jit
     def largest_exponent(self, scores: cute.Tensor, row: cutlass.Constexpr[int], scale_log2: Float32) -> Float32:
         """The largest exponent of one whole row of the block; ``scores`` is this thread's (2 rows, columns)."""
-        partial = [scores[row, chain] for chain in range(CHAINS)]
-        for column in cutlass.range_constexpr(CHAINS, cute.size(scores, mode=[1])):
-            partial[column % CHAINS] = self.extreme(partial[column % CHAINS], scores[row, column])
-        own = self.extreme(self.extreme(partial[0], partial[1]), self.extreme(partial[2], partial[3]))
+        own = in_chains(self.extreme, scores, row)
         return cute.arch.warp_reduction(own, self.extreme, threads_in_group=QUAD) * scale_log2
 
     @cute.jit
@@ -72,14 +70,10 @@ class Softmax:
         """Turn scores (2 rows, columns) into probabilities in place; ``sums``: this thread's of each row. The quad
         meets in :meth:`finish`.
         """
-        columns = cute.size(scores, mode=[1])
         for row in cutlass.range_constexpr(ROWS):
-            for column in cutlass.range_constexpr(columns):
+            for column in cutlass.range_constexpr(cute.size(scores, mode=[1])):
                 scores[row, column] = cute.math.exp2(scores[row, column] * scale_log2 - shift[row], fastmath=True)
-            partial = [scores[row, chain] for chain in range(CHAINS)]
-            for column in cutlass.range_constexpr(CHAINS, columns):
-                partial[column % CHAINS] = partial[column % CHAINS] + scores[row, column]
-            sums[row] = (partial[0] + partial[1]) + (partial[2] + partial[3])
+            sums[row] = in_chains(operator.add, scores, row)
 
     @cute.jit
     def outgrown(self, sums: cute.Tensor) -> Boolean:
@@ -121,6 +115,15 @@ class Softmax:
             log2_sum = cute.math.log2(total, fastmath=True)
             lse[row] = (shift[row] + log2_sum) * Float32(math.log(2.0))
         return inverse, lse
+
+
+@cute.jit
+def in_chains(combine: cutlass.Constexpr, values: cute.Tensor, row: cutlass.Constexpr[int]):
+    """One row of (2 rows, columns) combined to one value, along CHAINS chains that meet at the end."""
+    partial = [values[row, chain] for chain in range(CHAINS)]
+    for column in cutlass.range_constexpr(CHAINS, cute.size(values, mode=[1])):
+        partial[column % CHAINS] = combine(partial[column % CHAINS], values[row, column])
+    return combine(combine(partial[0], partial[1]), combine(partial[2], partial[3]))
 
 
 @cute.jit

@@ -85,12 +85,11 @@ def plans(static):
     table = planning.choose(static)
     for name, changes in VERSIONS.items():
         plan = table._replace(**changes)
-        try:
-            planning.forward_config(static, plan).check()
-        except ValueError as error:
-            refused[name] = str(error)
-        else:
+        broken = planning.forward_config(static, plan).broken_rule()
+        if broken is None:
             chosen[name] = plan
+        else:
+            refused[name] = broken
     return chosen, refused
 
 

@@ -173,16 +173,10 @@ def needs_a_gpu():
 
 def redraw(options):
     """Tables and pictures of a result file, again."""
-    try:
-        facts, points = tables.read(options.source, view.Point, needed=("matmul_tflops", "copy_tb_per_s"))
-    except (OSError, ValueError) as error:
-        say(f"roofline cannot read {options.source}: {error}")
+    found = tables.reopened("roofline", options, view.Point, needed=("matmul_tflops", "copy_tb_per_s"))
+    if found is None:
         return 2
-    folder = options.out or options.source.parent
-    unwritable = environment.unwritable(folder)
-    if unwritable:
-        say(f"roofline: {unwritable}")
-        return 2
+    facts, points, folder = found
     present(points, facts, folder / options.source.name)
     return 0
 

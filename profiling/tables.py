@@ -40,6 +40,10 @@ class Row(NamedTuple):
     other: bool = False  # beside the grid: not in its picture and mean
 
     @property
+    def cell(self):
+        return Cell(*self[: Row._fields.index("name")], self.head_dim_v or self.head_dim, self.dtype)
+
+    @property
     def rate(self):
         return self.tb_per_s if self.teraflops is None else self.teraflops
 
@@ -81,16 +85,7 @@ def cells(rows):
     """The rows of each Cell, as name -> Row, in the order of measurement."""
     found = {}
     for row in rows:
-        shape = (
-            row.head_dim,
-            row.seqlen,
-            row.causal,
-            row.batch,
-            row.heads,
-            row.heads_k,
-            row.head_dim_v or row.head_dim,
-        )
-        found.setdefault(Cell(row.kind, *shape, row.dtype), {})[row.name] = row
+        found.setdefault(row.cell, {})[row.name] = row
     return found
 
 
@@ -115,7 +110,8 @@ def summary(cell):
 
 def markdown(rows):
     """One table per kind: rate or time of each callable, then the ratios, the spread and the clock; below it what the
-    ratios come to."""
+    ratios come to.
+    """
     text = []
     for kind in dict.fromkeys(row.kind for row in rows):
         mine = {key: cell for key, cell in cells(rows).items() if key.kind == kind}
@@ -273,18 +269,29 @@ def output_options(parser):
     )
 
 
-def redraw(verb, options, page, picture, row=Row):
-    """``page(rows)`` and ``picture(rows, facts)`` of the result file that --from names, again; the exit code."""
+def reopened(verb, options, row=Row, needed=()):
+    """``(facts, rows, folder)`` of the result file that --from names; None where it cannot be read or drawn again,
+    which is said.
+    """
     try:
-        facts, rows = read(options.source, row)
+        facts, rows = read(options.source, row, needed)
     except (OSError, ValueError) as error:
         say(f"{verb} cannot read {options.source}: {error}")
-        return 2
+        return None
     folder = options.out or options.source.parent
     unwritable = environment.unwritable(folder)
     if unwritable:
         say(f"{verb}: {unwritable}")
+        return None
+    return facts, rows, folder
+
+
+def redraw(verb, options, page, picture, row=Row):
+    """``page(rows)`` and ``picture(rows, facts)`` of the result file that --from names, again; the exit code."""
+    found = reopened(verb, options, row)
+    if found is None:
         return 2
+    facts, rows, folder = found
     print(page(rows))
     say(f"wrote {write_text(folder / f'{options.source.stem}.md', facts, page(rows))}")
     plots.draw(folder / f"{options.source.stem}.png", picture, rows, facts)
