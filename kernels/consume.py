@@ -179,12 +179,6 @@ class Consumer:
         mask_scores(rows_and_columns(scores), limits, self.softmax.masked)
 
     @cute.jit
-    def keep(self, products: Products, scores: cute.Tensor, sums: cute.Tensor, rows: Rows):
-        """Probabilities to 16 bit, for the P V that comes with the next block, and their sums to the rows'."""
-        self.softmax.add(rows.sum, sums)
-        self.probabilities.keep(products, rows.probabilities, scores)
-
-    @cute.jit
     def first_block(
         self,
         products: Products,
@@ -220,7 +214,8 @@ class Consumer:
         sums = cute.make_rmem_tensor(ROWS, Float32)
         self.softmax.exponentiate(rows_and_columns(scores), sums, rows.shift, run.scale_log2)
         self.probabilities.claim(warpgroup, is_store_warp)
-        self.keep(products, scores, sums, rows)
+        self.softmax.add(rows.sum, sums)
+        self.probabilities.keep(products, rows.probabilities, scores)
         return k_state
 
     @cute.jit
@@ -262,6 +257,8 @@ class Consumer:
         if const_expr(masked):
             begin(Phase.MASK)
             self.mask(scores, rows, block)
+        if const_expr(config.early_p):
+            self.end_output(v_pipe, v_state)
         sums = cute.make_rmem_tensor(ROWS, Float32)
         # Once in general, twice where a row outgrew its shift. Never more: at logits beyond 2**27 rounding alone can
         # pass the limit.
@@ -269,19 +266,28 @@ class Consumer:
         while outgrown:
             begin(Phase.EXPONENTIALS)
             self.softmax.exponentiate(rows_and_columns(scores), sums, rows.shift, run.scale_log2)
+            if const_expr(config.early_p):
+                self.probabilities.keep(products, rows.probabilities, scores)
             outgrown = any_of_warpgroup(warpgroup, fresh & self.softmax.outgrown(sums))
             if outgrown:
                 fresh = Boolean(False)
                 begin(Phase.CATCH_UP)
                 self.catch_up(products, k_state.index, scores, sums, rows, run, block, masked)
         k_pipe.consumer_release(k_state)
-        begin(Phase.WAIT_PV)
-        wgmma.wait_group(0)
-        v_pipe.consumer_release(v_state)
-        self.keep(products, scores, sums, rows)
+        if const_expr(not config.early_p):
+            self.end_output(v_pipe, v_state)
+            self.probabilities.keep(products, rows.probabilities, scores)
+        self.softmax.add(rows.sum, sums)
         k_state.advance()
         v_state.advance()
         return k_state, v_state
+
+    @cute.jit
+    def end_output(self, v_pipe, v_state):
+        """Wait for P V in flight and give V back."""
+        begin(Phase.WAIT_PV)
+        wgmma.wait_group(0)
+        v_pipe.consumer_release(v_state)
 
     @cute.jit
     def catch_up(

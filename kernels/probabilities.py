@@ -18,7 +18,7 @@ from cutlass.tensor_utils import LayoutEnum
 from .barriers import sync_warpgroup
 from .config import WARPGROUP_THREADS
 from .output import wait_output_free
-from .products import Products, as_left_operand, new_left_operand
+from .products import Products, new_left_operand, to_left_operand
 
 
 class Probabilities(NamedTuple):
@@ -43,7 +43,7 @@ class RegisterP:
 
     @cute.jit
     def keep(self, products: Products, probabilities: Probabilities, scores: cute.Tensor):
-        probabilities.operand.store(as_left_operand(scores).load().to(self.dtype))
+        to_left_operand(probabilities.operand, scores, self.dtype)
 
     def meet(self, warpgroup: Int32, in_turn: bool):
         """A warp's P V takes P from that warp's registers."""
