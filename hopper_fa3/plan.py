@@ -38,8 +38,8 @@ TABLE = {
     (96, 96, True): Plan(192, 96),
     # 728; P in registers, 128 x 128 697, without ping-pong 683; 128 x 176 661 where 128 x 128 had 709
     (128, 128, False): Plan(192, 128, shared_p=True),
-    # 650, at length 2048 536; P shared, 192 x 128 656, at 2048 503
-    (128, 128, True): Plan(128, 128),
+    # 673, at length 2048 546, at 16k 708; P in registers, 128 x 128 646, 516, 670, with Q in registers 655, 532, 684
+    (128, 128, True): Plan(192, 128, shared_p=True),
     # 726; without ping-pong 715
     (192, 128, False): Plan(128, 128),
     # 683; with ping-pong 683

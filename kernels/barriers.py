@@ -69,4 +69,6 @@ def any_of_warpgroup(warpgroup: Int32, predicate: Boolean) -> Boolean:
         write_only_types=[Int32],
         read_only_args=[Int32(predicate), int(Barrier.VOTE) + warpgroup, Int32(WARPGROUP_THREADS)],
     )
-    return found != 0
+    # The vote changes nothing, but tells ptxas that a warp does not diverge here: else it would serialise WGMMAs whose
+    # registers are written behind a branch on the answer.
+    return cute.arch.vote_any_sync(found != 0)

@@ -29,11 +29,13 @@ class Band:
     @cute.jit
     def blocks(self, row_begin: Int32, rows: Int32, seqlen_q: Int32, seqlen_k: Int32, right: Int32):
         """``(full, end, keys)`` for the rows from ``row_begin``: blocks [0, full) need no mask, [full, end) do, no
-        row sees a later one. ``keys`` counts the leading keys that any of the rows sees.
+        row sees a later one. ``keys`` counts the leading keys that any of the rows sees. ``end`` and ``keys`` are 0
+        where all rows lie past the last query.
         """
         fewest = self.key_limit(row_begin, seqlen_q, seqlen_k, right)
         last_row = cutlass.min(row_begin + rows, seqlen_q) - 1
         keys = cutlass.max(self.key_limit(last_row, seqlen_q, seqlen_k, right), 0)
+        keys = cutlass.select_(row_begin < seqlen_q, keys, Int32(0))
         full = cutlass.max(fewest, 0) // self.tile_n
         end = (keys + self.tile_n - 1) // self.tile_n
         return full, end, keys

@@ -80,6 +80,14 @@ class ForwardConfig:
         return self.tile_m * self.head_dim * ELEMENT_BYTES
 
     @property
+    def early_p(self):
+        """True where a block's P is converted to 16 bit among its exponentials, behind an early wait for the P V before
+        it, which reads these registers. Three warpgroups share the special function unit, so a warp's conversions
+        are free there; with two, P V is not done so early.
+        """
+        return self.consumer_warpgroups == 3 and not self.shared_p
+
+    @property
     def output_columns(self):
         """Width of the 64 rows that a warpgroup has for O where it is staged, or for P and after it O."""
         return max(self.tile_n, self.head_dim_v) if self.shared_p else self.head_dim_v

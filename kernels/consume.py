@@ -93,7 +93,7 @@ class Consumer:
             first_query = m_block * config.tile_m
             _, tile_end, _ = self.band.blocks(first_query, config.tile_m, seqlen_q, seqlen_k, run.right)
             first_query += warpgroup * WGMMA_M
-            full, end = self.own_blocks(first_query, seqlen_q, seqlen_k, run)
+            full, end, _ = self.band.blocks(first_query, WGMMA_M, seqlen_q, seqlen_k, run.right)
             first_row = first_query + thread // QUAD // 8 * 16 + thread // QUAD % 8
             begin(Phase.WAIT_Q)
             rows = self.start_rows(products, s_p, first_row, seqlen_q, seqlen_k, run)
@@ -131,12 +131,6 @@ class Consumer:
         self.turns.close(warpgroup)
         self.output.finish(is_store_warp)
         begin(Phase.EXIT)
-
-    @cute.jit
-    def own_blocks(self, first_query: Int32, seqlen_q: Int32, seqlen_k: Int32, run: RunTime):
-        """``(full, end)`` as Band.blocks, for this warpgroup's 64 queries; ``end`` is 0 where all lie past the last."""
-        full, end, _ = self.band.blocks(first_query, WGMMA_M, seqlen_q, seqlen_k, run.right)
-        return full, cutlass.select_(first_query < seqlen_q, end, Int32(0))
 
     @cute.jit
     def skip(self, pipes: tuple, k_state, v_state, warpgroup: Int32):
@@ -179,12 +173,6 @@ class Consumer:
         mask_scores(rows_and_columns(scores), limits, self.softmax.masked)
 
     @cute.jit
-    def keep(self, products: Products, scores: cute.Tensor, sums: cute.Tensor, rows: Rows):
-        """Probabilities to 16 bit, for the P V that comes with the next block, and their sums to the rows'."""
-        self.softmax.add(rows.sum, sums)
-        self.probabilities.keep(products, rows.probabilities, scores)
-
-    @cute.jit
     def first_block(
         self,
         products: Products,
@@ -220,7 +208,8 @@ class Consumer:
         sums = cute.make_rmem_tensor(ROWS, Float32)
         self.softmax.exponentiate(rows_and_columns(scores), sums, rows.shift, run.scale_log2)
         self.probabilities.claim(warpgroup, is_store_warp)
-        self.keep(products, scores, sums, rows)
+        self.softmax.add(rows.sum, sums)
+        self.probabilities.keep(products, rows.probabilities, scores)
         return k_state
 
     @cute.jit
@@ -262,6 +251,8 @@ class Consumer:
         if const_expr(masked):
             begin(Phase.MASK)
             self.mask(scores, rows, block)
+        if const_expr(config.early_p):
+            self.end_output(v_pipe, v_state)
         sums = cute.make_rmem_tensor(ROWS, Float32)
         # Once in general, twice where a row outgrew its shift. Never more: at logits beyond 2**27 rounding alone can
         # pass the limit.
@@ -269,19 +260,28 @@ class Consumer:
         while outgrown:
             begin(Phase.EXPONENTIALS)
             self.softmax.exponentiate(rows_and_columns(scores), sums, rows.shift, run.scale_log2)
+            if const_expr(config.early_p):
+                self.probabilities.keep(products, rows.probabilities, scores)
             outgrown = any_of_warpgroup(warpgroup, fresh & self.softmax.outgrown(sums))
             if outgrown:
                 fresh = Boolean(False)
                 begin(Phase.CATCH_UP)
                 self.catch_up(products, k_state.index, scores, sums, rows, run, block, masked)
         k_pipe.consumer_release(k_state)
-        begin(Phase.WAIT_PV)
-        wgmma.wait_group(0)
-        v_pipe.consumer_release(v_state)
-        self.keep(products, scores, sums, rows)
+        if const_expr(not config.early_p):
+            self.end_output(v_pipe, v_state)
+            self.probabilities.keep(products, rows.probabilities, scores)
+        self.softmax.add(rows.sum, sums)
         k_state.advance()
         v_state.advance()
         return k_state, v_state
+
+    @cute.jit
+    def end_output(self, v_pipe, v_state):
+        """Wait for P V in flight and give V back."""
+        begin(Phase.WAIT_PV)
+        wgmma.wait_group(0)
+        v_pipe.consumer_release(v_state)
 
     @cute.jit
     def catch_up(

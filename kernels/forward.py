@@ -81,11 +81,12 @@ class ForwardKernel:
                 load_op, self.values.view(heads_last(v)), cute.slice_(v_layout, one), (config.tile_n, config.head_dim_v)
             )
         )
-        # Launch: persistent, one CTA an SM; without min_blocks_per_mp setmaxnreg would vanish
+        # Launch: persistent, one CTA an SM; without min_blocks_per_mp setmaxnreg would vanish. use_pdl: CTAs start as SMs
+        # fall idle at the end of the launch before, and wait at the kernel's griddepcontrol.
         tensors = (tiled_q, tiled_k, tiled_v)
         target = self.output.target(heads_last(out), o_layout)
         self.kernel(tensors, target, lse, counter, RunTime(scale_log2, right, section)).launch(
-            grid=(ctas, 1, 1), block=(config.threads, 1, 1), stream=stream, min_blocks_per_mp=1
+            grid=(ctas, 1, 1), block=(config.threads, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True
         )
 
     @cute.kernel
@@ -106,6 +107,10 @@ class ForwardKernel:
         pipes, queue = self.pipelines(storage), self.tile_queue(storage, counter)
         pipeline.pipeline_init_arrive(is_relaxed=True)
         pipeline.pipeline_init_wait()
+        # Programmatic dependent launch: from here on the next launch may set itself up; this one goes on when the one
+        # before it is complete. Every thread waits, so a launch's end implies the end of all before it.
+        cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.griddepcontrol_wait()
         # Roles
         producer_registers, consumer_registers = config.registers
         if warp < WARPS_PER_WARPGROUP:

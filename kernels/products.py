@@ -101,11 +101,25 @@ def left_operand_layout(elements):
     return cute.make_layout(((2, 2, 2), 1, elements // 8), stride=((1, 2, 4), 0, 8))
 
 
-def as_left_operand(accumulator):
-    """An accumulator's registers in the A operand's order: it is the one that they are in already."""
-    return cute.make_tensor(accumulator.iterator, left_operand_layout(cute.size(accumulator)))
-
-
 def new_left_operand(accumulator, dtype):
     """Registers for P in 16 bit, in the A operand's order."""
     return cute.make_rmem_tensor(left_operand_layout(cute.size(accumulator)), dtype)
+
+
+@cute.jit
+def to_left_operand(operand: cute.Tensor, accumulator: cute.Tensor, dtype: cutlass.Constexpr):
+    """Convert an accumulator to 16 bit, into registers in the A operand's order.
+
+    By inline PTX, which stays where it is written: the compiler moves a plain conversion to where its result is used,
+    behind the exponentials instead of among them.
+    """
+    instruction = "cvt.rn.bf16x2.f32" if dtype is cutlass.BFloat16 else "cvt.rn.f16x2.f32"
+    pairs = cute.size(accumulator) // 2
+    words = cute.make_tensor(cute.recast_ptr(operand.iterator, dtype=Int32), cute.make_layout(pairs))
+    values = cute.make_tensor(accumulator.iterator, cute.make_layout(2 * pairs))
+    for pair in cutlass.range_constexpr(pairs):
+        words[pair] = cute.arch.inline_ptx(
+            f"{instruction} {{$w0}}, {{$r0}}, {{$r1}};",
+            write_only_types=[Int32],
+            read_only_args=[values[2 * pair + 1], values[2 * pair]],
+        )
