@@ -81,8 +81,8 @@ class ForwardKernel:
                 load_op, self.values.view(heads_last(v)), cute.slice_(v_layout, one), (config.tile_n, config.head_dim_v)
             )
         )
-        # Launch: persistent, one CTA an SM; without min_blocks_per_mp setmaxnreg would vanish. use_pdl: CTAs start as SMs
-        # fall idle at the end of the launch before, and wait at the kernel's griddepcontrol.
+        # Launch: persistent, one CTA an SM; without min_blocks_per_mp setmaxnreg would vanish. use_pdl: CTAs start as
+        # SMs fall idle at the end of the launch before, and wait at the kernel's griddepcontrol.
         tensors = (tiled_q, tiled_k, tiled_v)
         target = self.output.target(heads_last(out), o_layout)
         self.kernel(tensors, target, lse, counter, RunTime(scale_log2, right, section)).launch(

@@ -16,7 +16,7 @@ from cutlass.cute.nvgpu import warpgroup as wgmma
 from .barriers import sync_warpgroup
 from .config import WARPGROUP_THREADS
 from .output import wait_output_free
-from .products import Products, convert, new_left_operand, store_copy, to_left_operand
+from .products import Products, convert, new_left_operand, store_copy
 
 
 class Probabilities(NamedTuple):
@@ -41,7 +41,7 @@ class RegisterP:
 
     @cute.jit
     def keep(self, products: Products, probabilities: Probabilities, scores: cute.Tensor):
-        to_left_operand(probabilities.operand, scores, self.dtype)
+        convert(scores, self.dtype, target=probabilities.operand)
 
     def meet(self, warpgroup: Int32, in_turn: bool):
         """A warp's P V takes P from that warp's registers."""

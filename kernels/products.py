@@ -5,7 +5,7 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode
 from cutlass.cute.nvgpu import warpgroup as wgmma
 from cutlass.tensor_utils import LayoutEnum
@@ -83,10 +83,26 @@ def rows_and_columns(accumulator):
     return cute.make_tensor(accumulator.iterator, cute.make_layout((ROWS, (2, groups)), stride=(2, (1, 4))))
 
 
-def convert(accumulator, dtype):
-    """An accumulator in 16 bit, in its registers' order."""
-    converted = cute.make_rmem_tensor_like(accumulator, dtype)
-    converted.store(accumulator.load().to(dtype))
+@cute.jit
+def convert(accumulator: cute.Tensor, dtype: cutlass.Constexpr, target=None):
+    """An accumulator in 16 bit, in its registers' order, which is the A operand's too: in ``target`` where one is
+    given.
+
+    By inline PTX, which stays where it is written. Plain conversions LLVM moves to where their results are used: behind
+    the exponentials instead of among them, or in fp16 together with the exponentials out of their loop, upon which
+    ptxas serialises the WGMMAs.
+    """
+    converted = cute.make_rmem_tensor_like(accumulator, dtype) if const_expr(target is None) else target
+    instruction = "cvt.rn.bf16x2.f32" if dtype is cutlass.BFloat16 else "cvt.rn.f16x2.f32"
+    pairs = cute.size(accumulator) // 2
+    words = cute.make_tensor(cute.recast_ptr(converted.iterator, dtype=Int32), cute.make_layout(pairs))
+    values = cute.make_tensor(accumulator.iterator, cute.make_layout(2 * pairs))
+    for pair in cutlass.range_constexpr(pairs):
+        words[pair] = cute.arch.inline_ptx(
+            f"{instruction} {{$w0}}, {{$r0}}, {{$r1}};",
+            write_only_types=[Int32],
+            read_only_args=[values[2 * pair + 1], values[2 * pair]],
+        )
     return converted
 
 
@@ -104,22 +120,3 @@ def left_operand_layout(elements):
 def new_left_operand(accumulator, dtype):
     """Registers for P in 16 bit, in the A operand's order."""
     return cute.make_rmem_tensor(left_operand_layout(cute.size(accumulator)), dtype)
-
-
-@cute.jit
-def to_left_operand(operand: cute.Tensor, accumulator: cute.Tensor, dtype: cutlass.Constexpr):
-    """Convert an accumulator to 16 bit, into registers in the A operand's order.
-
-    By inline PTX, which stays where it is written: the compiler moves a plain conversion to where its result is used,
-    behind the exponentials instead of among them.
-    """
-    instruction = "cvt.rn.bf16x2.f32" if dtype is cutlass.BFloat16 else "cvt.rn.f16x2.f32"
-    pairs = cute.size(accumulator) // 2
-    words = cute.make_tensor(cute.recast_ptr(operand.iterator, dtype=Int32), cute.make_layout(pairs))
-    values = cute.make_tensor(accumulator.iterator, cute.make_layout(2 * pairs))
-    for pair in cutlass.range_constexpr(pairs):
-        words[pair] = cute.arch.inline_ptx(
-            f"{instruction} {{$w0}}, {{$r0}}, {{$r1}};",
-            write_only_types=[Int32],
-            read_only_args=[values[2 * pair + 1], values[2 * pair]],
-        )

@@ -19,10 +19,18 @@ CASES = [
     for head_dim, head_dim_v, dtype, given in (
         (56, 56, "bfloat16", None), (96, 96, "float16", None), (128, 128, "bfloat16", None),
         (136, 136, "bfloat16", None), (256, 256, "bfloat16", None),
-        (96, 96, "bfloat16", Plan(192, 144, shared_p=True)), (128, 128, "float16", Plan(192, 128, shared_p=True)),
+        (96, 96, "bfloat16", Plan(192, 144, shared_p=True)), (128, 128, "float16", Plan(128, 128)),
     )
     for causal in (False, True)
 ]  # fmt: skip
+
+
+def growing(q, k, v):
+    """The same inputs with keys that grow from the last, which kernels visit first, to the first: the first head's rows
+    outgrow their shift in every block, the second head's never.
+    """
+    factors = torch.linspace(8, 0.1, k.shape[1])[:, None, None]
+    return torch.cat((q[:, :, :1], q[:, :, 1:] * 0.01), 2), (k * factors).to(k.dtype), v
 
 
 class Longer:
@@ -45,7 +53,7 @@ def main():
         return
     one_cta = torch.cuda.get_device_properties(0).multi_processor_count - 1
     for case, given in CASES:
-        inputs = case.inputs()
+        inputs = growing(*case.inputs())
         # One CTA computes all tiles, one after the other: buffers, barriers and the tile queue are used again and again
         out, lse = run(*(x.cuda() for x in inputs), **case.options, plan=given, sm_margin=one_cta)
         compare(out.cpu(), lse.cpu(), *inputs, **case.options)

@@ -78,7 +78,7 @@ def test_a_plan_without_pingpong_is_marked_as_the_one_in_use():
 def test_the_table_tells_differences_from_noise_and_cites_the_paper():
     text = ablation.markdown(rows())
     for line in (
-        "| d128-causal-s8192 | 128 × 128, 2 stages | full (in use) | 545 | 18.2% | 1.000 |  | 1700 |  |",
+        "| d128-causal-s8192 | 192 × 128, 2 stages | full (in use) | 545 | 18.2% | 1.000 |  | 1700 |  |",
         "| no ping-pong | 543 | 18.2% | 0.995 | within noise |",
         "| neither | 436 | 18.2% | 0.800 | -20.0% |",
         "| full again | 540 | 18.2% | 0.990 | noise |",

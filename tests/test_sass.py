@@ -54,9 +54,9 @@ def test_no_loop_grows(name):
 
 
 def test_figures_follow_from_the_algorithm():
-    """D 128, 128 x 128: a thread has 64 scores of two rows and 64 elements of O."""
+    """D 128, 192 x 128: a thread has 64 scores of two rows and 64 elements of O."""
     found = figures("d128-causal")
-    assert found["registers"] == {"launch": 168, "producer": 24, "consumer": 240}
+    assert found["registers"] == {"launch": 128, "producer": 32, "consumer": 160}
     for loop, selected in (("unmasked", 0), ("masked", 64)):
         counts = found[loop]["counts"]
         assert found[loop]["instructions"] == sum(counts.values())
@@ -65,7 +65,7 @@ def test_figures_follow_from_the_algorithm():
         assert counts["MUFU"] == counts["FFMA"] == counts["FADD"] == 64 and counts["FMNMX"] == 1
         assert counts["F2FP"] == 64 / 2 and not counts.keys() & {"SHFL", "FMUL"}
     assert found["producer"]["counts"]["UTMALDG"] == 2 * 2  # K and V in boxes of 64 columns
-    assert found["clocks"]["tensor"] == 2048 and found["clocks"]["MUFU"] == 64 * 2 * 8
+    assert found["clocks"]["tensor"] == 3072 and found["clocks"]["MUFU"] == 64 * 3 * 8
 
 
 def test_a_loop_that_computes_other_than_one_block_is_refused():
@@ -253,9 +253,9 @@ def test_a_report_is_written_for_people_and_programs(monkeypatch, tmp_path, caps
     }
     size = found["kernels"]["d128-causal"]["unmasked"]["instructions"]
     assert f"| d128-causal, unmasked | 16 | 64 | 0 | 64 | 64 | 1 | 32 | 0 | 3 | 4 | 0 | {size} |" in page
-    clocks = f"| d128-causal | 2048 | {2 * size} | 1024 | 256 | tensor | 100% | {2 * size / 2048:.0%} |"
+    clocks = f"| d128-causal | 3072 | {3 * size} | 1536 | 384 | tensor | 100% | {3 * size / 3072:.0%} |"
     assert clocks in page
-    assert "| d128-causal | 128x128 | 2 | 168 / 24 / 240 | 0 | 0 | 0 | 197632 |" in page
+    assert "| d128-causal | 192x128 | 3 | 128 / 32 / 160 | 0 | 0 | 0 | 230400 |" in page
 
 
 def test_cubin_files_are_reported_without_compiling(monkeypatch, tmp_path, capsys):
@@ -265,7 +265,8 @@ def test_cubin_files_are_reported_without_compiling(monkeypatch, tmp_path, capsy
     assert sass.main([str(path)]) == 0
     said = capsys.readouterr().out
     assert (
-        said.startswith("hopper_fa3_forward_d128_causal_bf16_128x128_0: registers 168  stack 0") and "unmasked " in said
+        said.startswith("hopper_fa3_forward_d128_causal_bf16_192x128_shared_p_0: registers 128  stack 0")
+        and "unmasked " in said
     )
     path.write_text("not machine code")
     assert sass.main([str(path)]) == 2
