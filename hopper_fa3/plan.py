@@ -25,24 +25,25 @@ class Plan(NamedTuple):
 
 
 # (head_dim class, head_dim_v class, right bound) -> plan. Figures: TFLOP/s on an H200, bf16, length 8192, batch 2, of
-# this row and of what it was tried against in the same run (2026-11-29, with the softmax that keeps row maxima out of
-# the loop); "P shared": P goes through shared memory. Notes in profiling/NOTES.md.
+# this row and of what it was tried against in the same run (2026-11-29 and 30); "P shared": P goes through shared
+# memory. Notes in profiling/NOTES.md.
 TABLE = {
-    # 558; without ping-pong 560, three stages 560, P shared 192 x 192 537 and 192 x 160 531
+    # 585; without ping-pong 565, 192 x 112 563; P shared 192 x 192 537 and three stages 560 where this had 558
     (64, 64, False): Plan(192, 128),
-    # 507; without ping-pong 505
+    # 549; without ping-pong 518, 192 x 112 526
     (64, 64, True): Plan(192, 128),
-    # 656; P shared 192 x 144 641 and 192 x 128 630
+    # 672, without ping-pong 663; P shared 192 x 144 641 and 192 x 128 630 where this had 656
     (96, 96, False): Plan(192, 112),
-    # 575; 192 x 112 575; P shared 192 x 144 equal and 192 x 128 2 % slower
+    # 611, without ping-pong 598; 192 x 112, and P shared 192 x 144, were equal, P shared 192 x 128 2 % slower
     (96, 96, True): Plan(192, 96),
-    # 728; P in registers, 128 x 128 697, without ping-pong 683; 128 x 176 661 where 128 x 128 had 709
+    # 729; without ping-pong 719, P in registers, 128 x 128 691; 128 x 176 661 where 128 x 128 had 709
     (128, 128, False): Plan(192, 128, shared_p=True),
-    # 673, at length 2048 546, at 16k 708; P in registers, 128 x 128 646, 516, 670, with Q in registers 655, 532, 684
+    # 691; without ping-pong 678, 192 x 112 679; P in registers, 128 x 128 646 where this had 673. At length 2048 546,
+    # 128 x 128 516
     (128, 128, True): Plan(192, 128, shared_p=True),
-    # 726; without ping-pong 715
+    # 749; P shared 192 x 80 682; without ping-pong 715 where this had 726
     (192, 128, False): Plan(128, 128),
-    # 683; with ping-pong 683
+    # 708; P shared 192 x 80 661; with ping-pong equal
     (192, 128, True): Plan(128, 128, pingpong=False),
     # 112 keys are all that shared memory holds beside Q in two stages; 723, without ping-pong 720
     (192, 192, False): Plan(128, 112),

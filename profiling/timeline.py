@@ -74,7 +74,7 @@ def workload(options, case):
     with torch.no_grad():
         for _ in range(LAUNCHES):
             call.call()
-    torch.cuda.synchronize()
+            torch.cuda.synchronize()  # else the next one's CTAs would start under this one, and wait
 
 
 def traced(options):

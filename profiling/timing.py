@@ -6,7 +6,7 @@ one in tests.
 """
 
 import contextlib
-import random
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -80,21 +80,35 @@ def interleaved(launches, clock, *, rounds=7, seconds_per_round=0.04, warm_up=3)
     """Time each of ``launches`` (name -> Launch) in ``rounds`` turns; returns name -> Timing.
 
     Each is first called ``warm_up`` times untimed (compilation, caches), then twice timed to see how many launches fill
-    ``seconds_per_round``. Every round runs all of them in an order of its own, and each runs half its launches untimed
-    before the timed ones: near the power limit a GPU's clock follows what ran tens of milliseconds before. With a fixed
-    order and no lead the kernel behind the matrix product measured 10 to 20 % slow on an H200.
+    ``seconds_per_round``. Every round runs all of them in an order of its own (:func:`turns`), and each runs half its
+    launches untimed before the timed ones: near the power limit a GPU's clock follows what ran tens of milliseconds
+    before. With a fixed order and no lead the kernel behind the matrix product measured 10 to 20 % slow on an H200, and
+    with the lead and shuffled orders still up to 8 % where chance put it there in most rounds.
     """
     counts = {}
     for name, launch in launches.items():
         clock.seconds(launch, warm_up)
         counts[name] = launches_for(clock.seconds(launch, 2) / 2, seconds_per_round)
-    values = {name: [] for name in launches}
-    for turn in range(rounds):
-        for name in random.Random(turn).sample(list(launches), len(launches)):
+    values, names = {name: [] for name in launches}, list(launches)
+    for order in itertools.islice(itertools.cycle(turns(len(names))), rounds):
+        for name in (names[position] for position in order):
             launch = launches[name]
             clock.seconds(launch, max(1, counts[name] // 2))
             values[name].append(clock.seconds(launch, counts[name]) / (counts[name] * launch.repeats))
     return {name: Timing(tuple(seconds)) for name, seconds in values.items()}
+
+
+def turns(count):
+    """Orders of ``count`` things such that over all of them each stands right behind every other equally often.
+
+    Balanced Latin squares (Williams 1949, "Experimental designs balanced for the estimation of residual effects of
+    treatments"): the zigzag 0, 1, -1, 2, -2, ... shifted by each number; for an odd count each also backwards.
+    """
+    zigzag = [(step + 1) // 2 * (1 if step % 2 else -1) for step in range(count)]
+    square = [[(position + shift) % count for position in zigzag] for shift in range(count)]
+    if count % 2 == 0:
+        return square
+    return [order for row in square for order in (row, row[::-1])]
 
 
 def launches_for(seconds_per_call, seconds_per_round):

@@ -15,7 +15,7 @@ import bench  # noqa: E402  (found by the line above)
 import plots  # noqa: E402
 import tables  # noqa: E402
 
-COMMITTED = ROOT / "profiling" / "results" / "forward-nvidia-h200-2026-11-29"
+COMMITTED = ROOT / "profiling" / "results" / "forward-nvidia-h200-2026-11-30"
 FACTS = {"gpu": "some GPU", "date": "2026-11-29 12:00 UTC", "commit": "abc", "copy_tb_per_s": 4.25}
 
 
@@ -51,7 +51,7 @@ def test_lengths_say_what_they_show():
     figure = plots.rates(rows, facts)
     words, top = words_of(figure), figure.axes[0].get_ylim()[1]
     assert max(row.teraflops for row in rows if row.kind == "kernel") < top < 1000
-    for word in ("TFLOP/s", "length (queries = keys)", "NVIDIA H200, 2026-11-29", "head_dim 256, causal", "16k",
+    for word in ("TFLOP/s", "length (queries = keys)", "NVIDIA H200, 2026-11-30", "head_dim 256, causal", "16k",
                  "hopper_fa3", "FlashAttention-4", "matrix product 8192³", "16384 tokens"):  # fmt: skip
         assert word in words
 

@@ -7,13 +7,14 @@ import json
 import sys
 import time
 import weakref
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "profiling"))
 import tables
-from timing import MAX_LAUNCHES, MIN_LAUNCHES, HostClock, Launch, Timing, graph, interleaved, launches_for
+from timing import MAX_LAUNCHES, MIN_LAUNCHES, HostClock, Launch, Timing, graph, interleaved, launches_for, turns
 
 
 class FakeClock:
@@ -62,8 +63,18 @@ def test_turns_change_their_order_and_lead_in_untimed():
     assert {count for _, count in leads} == {25} and {count for _, count in timed} == {50}
     rounds = ["".join(name for name, _ in timed[i : i + 3]) for i in range(0, 36, 3)]
     assert all(sorted(names) == ["a", "b", "c"] for names in rounds)
-    followers = {pair for order in rounds for pair in itertools.pairwise(order)}
-    assert len(followers) == 6  # everyone follows everyone somewhere
+    followers = Counter(pair for order in rounds for pair in itertools.pairwise(order))
+    assert len(followers) == 6 and set(followers.values()) == {4}  # everyone follows everyone, equally often
+
+
+@pytest.mark.parametrize("count", range(1, 12))
+def test_each_follows_every_other_equally_often(count):
+    orders = turns(count)
+    assert all(sorted(order) == list(range(count)) for order in orders)
+    followers = Counter(pair for order in orders for pair in itertools.pairwise(order))
+    assert len(followers) == count * (count - 1) and len(set(followers.values())) <= 1
+    few = [behind for order in orders[:7] for behind in itertools.pairwise(order)]  # the benchmark's rounds
+    assert count % 2 or count < 7 or len(set(few)) == len(few)
 
 
 def test_lead_in_is_not_in_the_figures():
