@@ -24,7 +24,7 @@ def test_the_module_is_what_its_sources_give():
 
 def test_rates_of_ours_are_the_kernel_rows_of_the_forward_table():
     document = json.loads(FILES[0].read_text())
-    rows = [row for row in document["rows"] if row["kind"] == "kernel" and row["name"] == "ours"]
+    rows = [row for row in document["rows"] if row["kind"] == "kernel" and row["name"] == "ours" and not row["other"]]
     assert 0 < len(rows) == sum(len(cell) for (*_, name), cell in module.RATES.items() if name == "ours")
     for row in rows:
         known = module.RATES[row["head_dim"], row["causal"], "ours"][row["seqlen"]]
