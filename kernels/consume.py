@@ -315,8 +315,6 @@ class Consumer:
         self.probabilities.meet(warpgroup, in_turn=False)
         wgmma.fence()
         issue_output(products, rows.acc_o, rows.probabilities.operand, v_state.index)
-        begin(Phase.WAIT_PV)
-        wgmma.wait_group(0)
-        v_pipe.consumer_release(v_state)
+        self.end_output(v_pipe, v_state)
         v_state.advance()
         return v_state

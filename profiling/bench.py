@@ -23,6 +23,8 @@ from selection import TOKENS, WIDTH
 from suites import OTHERS, OURS, SHORT, SUITES, Inputs, apart, ceiling_facts, ceiling_rates, ceilings, other_cases
 from timing import EventClock, HostClock, Launch, interleaved
 
+from hopper_fa3.kernels.config import SHORT_DTYPES
+
 HOST_SECONDS = 0.005
 LONGEST_ROUND, SHORTEST_ROUND = 0.04, 0.004  # seconds a callable gets in one round
 AGREEMENT = 0.02  # of the largest output: two bf16 kernels differ by their rounding, far less than this
@@ -192,10 +194,9 @@ def label(case):
     """A cell as progress names it."""
     if case.seqlen_q == 1:
         return f"D {case.head_dim} batch {case.batch} length {case.seqlen_k}"
-    cell = tables.Cell.of("", case)
-    heads = "" if case.heads == case.heads_k else f" heads {cell.heads_in_words}"
-    dtype = "" if case.dtype == "bfloat16" else f" {cell.dtype_in_words}"
-    return f"D {cell.dims}{heads} length {case.seqlen_k} {cell.mask}{dtype}"
+    heads = "" if case.heads == case.heads_k else f" heads {tables.heads(case)}"
+    dtype = "" if case.dtype == "bfloat16" else f" {SHORT_DTYPES[case.dtype]}"
+    return f"D {tables.dims(case)}{heads} length {case.seqlen_k} {tables.mask(case)}{dtype}"
 
 
 def measure(bench, cases):

@@ -53,9 +53,8 @@ class Point(NamedTuple):
     @property
     def panel(self):
         """What is drawn in one panel: everything but name and length."""
-        dims = self.head_dim if self.head_dim == self.head_dim_v else f"{self.head_dim}/{self.head_dim_v}"
-        heads = self.heads if self.heads == self.heads_k else f"{self.heads}/{self.heads_k}"
-        return f"head_dim {dims}, {'causal' if self.causal else 'dense'}, {heads} heads, {SHORT_DTYPES[self.dtype]}"
+        words = (f"head_dim {tables.dims(self)}", tables.mask(self), f"{tables.heads(self)} heads")
+        return ", ".join((*words, SHORT_DTYPES[self.dtype]))
 
 
 def roofs_of(facts):

@@ -64,21 +64,18 @@ class Cell(NamedTuple):
         sizes = (case.head_dim, case.seqlen_k, case.causal, case.batch, case.heads, case.heads_k, case.head_dim_v)
         return cls(kind, *sizes, case.dtype)
 
-    @property
-    def dims(self):
-        return str(self.head_dim) if self.head_dim == self.head_dim_v else f"{self.head_dim}/{self.head_dim_v}"
 
-    @property
-    def heads_in_words(self):
-        return str(self.heads) if self.heads == self.heads_k else f"{self.heads}/{self.heads_k}"
+def dims(shape):
+    """Head dims in words, of whatever has them: a Cell, a Case, another script's row. So below."""
+    return str(shape.head_dim) if shape.head_dim == shape.head_dim_v else f"{shape.head_dim}/{shape.head_dim_v}"
 
-    @property
-    def dtype_in_words(self):
-        return SHORT_DTYPES[self.dtype]
 
-    @property
-    def mask(self):
-        return "causal" if self.causal else "dense"
+def heads(shape):
+    return str(shape.heads) if shape.heads == shape.heads_k else f"{shape.heads}/{shape.heads_k}"
+
+
+def mask(shape):
+    return "causal" if shape.causal else "dense"
 
 
 def cells(rows):
@@ -158,21 +155,21 @@ def _totals(mine, shape):
 
 def _place(key, shape):
     """A cell in as many words as its table needs."""
-    dtype = f" {key.dtype_in_words}" if "dtype" in shape and key.dtype != "bfloat16" else ""
-    heads = f", {key.heads_in_words} heads" if "heads" in shape and key.heads != key.heads_k else ""
+    dtype = f" {SHORT_DTYPES[key.dtype]}" if "dtype" in shape and key.dtype != "bfloat16" else ""
+    grouped = f", {heads(key)} heads" if "heads" in shape and key.heads != key.heads_k else ""
     batch = f", batch {key.batch}" if "batch" in shape else ""
-    return f"D {key.dims}{dtype} {key.mask}{heads}{batch}, {key.seqlen}"
+    return f"D {dims(key)}{dtype} {mask(key)}{grouped}{batch}, {key.seqlen}"
 
 
 def _cells(key, cell, names, ratios, shape):
     some = next(iter(cell.values()))
     known = {
-        "D": key.dims,
-        "heads": key.heads_in_words,
-        "dtype": key.dtype_in_words,
+        "D": dims(key),
+        "heads": heads(key),
+        "dtype": SHORT_DTYPES[key.dtype],
         "batch": key.batch,
         "length": key.seqlen,
-        "mask": key.mask,
+        "mask": mask(key),
     }
     values = [cell.get(name) for name in names]
     figures = ["" if row is None else _figure(row) for row in values]

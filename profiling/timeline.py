@@ -16,6 +16,7 @@ from pathlib import Path
 import environment
 import plots
 import selection
+import tables
 import torch
 import warps as reading
 from progress import say
@@ -48,9 +49,7 @@ def parser():
     root.add_argument("--cta", type=int, default=0, help="the CTA whose warps are shown (default: %(default)s)")
     root.add_argument("--no-pingpong", action="store_true", help="trace the kernel without turns")
     root.add_argument("--no-overlap", action="store_true", help="trace it without overlap inside a warpgroup")
-    root.add_argument("--from", dest="source", type=Path, metavar="FILE.json", help="draw an earlier result again")
-    root.add_argument("--out", type=Path, help="folder of the result files (default: profiling/results, or FILE's)")
-    root.add_argument("--commit", help="recorded where this is no git checkout")
+    tables.output_options(root)
     root.add_argument("--workload", action="store_true", help=argparse.SUPPRESS)  # what runs under the tracer
     return root
 

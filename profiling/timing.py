@@ -82,8 +82,8 @@ def interleaved(launches, clock, *, rounds=7, seconds_per_round=0.04, warm_up=3)
     Each is first called ``warm_up`` times untimed (compilation, caches), then twice timed to see how many launches fill
     ``seconds_per_round``. Every round runs all of them in an order of its own (:func:`turns`), and each runs half its
     launches untimed before the timed ones: near the power limit a GPU's clock follows what ran tens of milliseconds
-    before. With a fixed order and no lead the kernel behind the matrix product measured 10 to 20 % slow on an H200, and
-    with the lead and shuffled orders still up to 8 % where chance put it there in most rounds.
+    before. With a fixed order and no lead the kernel behind the matrix product measured 10 to 20 % slow on an H200.
+    With the lead and shuffled orders one kernel, twice in a cell behind different ones, still differed by up to 9 %.
     """
     counts = {}
     for name, launch in launches.items():

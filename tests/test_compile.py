@@ -40,8 +40,8 @@ def test_machine_code(static):
     # and once at the end
     scores, output = static.head_dim // 16, config.tile_n // 16
     assert found.counts["HGMMA"] == 5 * scores + 3 * output
-    # Six groups of WGMMAs, which begin with a fence and are waited for. Where ptxas cannot tell which registers they
-    # use it serialises them: a fence and a wait for each.
+    # Eight fences before groups of WGMMAs and eight waits for them. Where ptxas cannot tell which registers they use it
+    # serialises them: a fence and a wait for each.
     assert found.counts["WARPGROUP"] <= 16
     assert found.counts["UTMALDG"] >= 3
     assert found.counts["USETMAXREG"] == 2
