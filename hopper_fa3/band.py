@@ -13,6 +13,11 @@ class Band(NamedTuple):
     left: int | None
     right: int | None
 
+    @classmethod
+    def of(cls, problem):
+        """The band of a Problem."""
+        return cls(problem.seqlen_q, problem.seqlen_k, problem.left, problem.right)
+
     @property
     def shift(self):
         """Key on the diagonal of query 0: masks align to the bottom right."""

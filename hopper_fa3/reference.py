@@ -8,34 +8,26 @@ score of NaN or +inf makes out and LSE of its query NaN; a key of weight 0 takes
 
 import itertools
 import math
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from .band import Band, blocks
-
-# Tile of the blockwise orders. 128 x 512 float32 scores (256 KB a head) stay in a CPU's L2, and the products run at
-# full speed.
-BLOCK_Q, BLOCK_K = 128, 512
-
-
-@dataclass
-class Traffic:
-    """Counts elements moved between slow memory (whole tensors) and fast memory (the tile being computed)."""
-
-    read: int = 0
-    written: int = 0
-
-    def load(self, *tensors):
-        """Count tensors as read; returns them."""
-        self.read += sum(tensor.numel() for tensor in tensors)
-        return tensors
-
-    def store(self, *tensors):
-        """Count tensors as written."""
-        self.written += sum(tensor.numel() for tensor in tensors)
+from .reference_backward import blockwise_backward
+from .tiles import (
+    BLOCK_K,
+    BLOCK_Q,
+    Traffic,
+    all_finite,
+    arithmetic_dtype,
+    by_head,
+    hide,
+    product,
+    scaled_scores,
+    stacked,
+    unstacked,
+    weighted_sum,
+)
 
 
 def standard(q, k, v, *, softmax_scale=None, left=None, right=None, compute_dtype=None):
@@ -55,19 +47,19 @@ def standard(q, k, v, *, softmax_scale=None, left=None, right=None, compute_dtyp
     band = Band(seqlen_q, seqlen_k, left, right)
     hidden = band.hidden(range(seqlen_q), range(seqlen_k), q.device)
     out, lse = _results(q, k, v, dtype)
-    finite = _all_finite(v)
+    finite = all_finite(v)
     for entry, head in itertools.product(range(batch), range(heads)):
         queries, keys, values = (
             tensor[entry, :, index].to(dtype).contiguous()
             for tensor, index in ((q, head), (k, head // group), (v, head // group))
         )
-        scores = (_product(queries, keys.mT) * scale).to(lse.dtype)
+        scores = (product(queries, keys.mT) * scale).to(lse.dtype)
         if hidden is not None:
             scores = scores.masked_fill(hidden, -math.inf)
         weights = torch.softmax(scores, -1)
         if band.blind:  # softmax of a row without keys is NaN
             weights = weights.masked_fill(_first(seqlen_q, band.blind, q.device)[:, None], 0)
-        out[entry, :, head] = _weighted_sum(weights.to(dtype), values, finite)
+        out[entry, :, head] = weighted_sum(weights.to(dtype), values, finite)
         total = torch.logsumexp(scores, -1)
         lse[entry, head] = total.masked_fill(total == math.inf, math.nan)
     return out, lse
@@ -76,25 +68,58 @@ def standard(q, k, v, *, softmax_scale=None, left=None, right=None, compute_dtyp
 def blockwise(problem, q, k, v, *, out=None, block_q=BLOCK_Q, block_k=BLOCK_K, traffic=None):
     """Exact attention in FA-2's order: tiles of queries outside, blocks of keys inside (Dao 2023, algorithm 1).
 
-    Takes a Problem and its tensors; returns out (written to ``out`` where given) in q's dtype and the LSE, shapes as in
-    standard(). Arithmetic in float32 (float64 for float64). Blocks that no query of a tile sees are never read.
-    Differentiable: a tile is computed again in the backward pass, which so stays within O(length) too. ``traffic``
-    counts the elements moved (see traffic_q_outer); a backward pass counts its reading again.
+    Takes a Problem and its tensors; returns out (written to ``out`` where given, which Problem allows only without
+    gradients) in q's dtype and the LSE, shapes as in standard(). Arithmetic in float32 (float64 for float64). Blocks
+    that no query of a tile sees are never read. Once differentiable, by blockwise_backward(). ``traffic`` counts the
+    elements moved (see traffic_q_outer), those of the backward pass too.
     """
-    out, lse = _results(q, k, v, q.dtype, out)
     traffic = Traffic() if traffic is None else traffic
-    finite = _all_finite(v)
-    with_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    for rows in blocks(range(problem.seqlen_q), block_q):
-        arguments = (problem, q, k, v, rows, block_k, finite, traffic)
-        if with_grad:
-            tile, tile_lse = checkpoint(_query_tile, *arguments, use_reentrant=False, preserve_rng_state=False)
-        else:
-            tile, tile_lse = _query_tile(*arguments)
-        out[:, rows.start : rows.stop] = tile
-        lse[:, :, rows.start : rows.stop] = tile_lse
-        traffic.store(tile, tile_lse)
-    return out, lse
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return BlockwiseAttention.apply(q, k, v, problem, block_q, block_k, traffic)
+    return _forward(problem, q, k, v, out, block_q, block_k, traffic)
+
+
+class BlockwiseAttention(torch.autograd.Function):
+    """blockwise() as one node of the graph, which keeps q, k, v, out and the LSE: nothing of seqlen_q x seqlen_k."""
+
+    @staticmethod
+    def forward(q, k, v, problem, block_q, block_k, traffic):
+        return _forward(problem, q, k, v, None, block_q, block_k, traffic)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        q, k, v, *ctx.options = inputs
+        ctx.save_for_backward(q, k, v, *output)
+        ctx.set_materialize_grads(False)  # a result that no loss used arrives as None and costs nothing
+
+    @staticmethod
+    def backward(ctx, dout, dlse):
+        if dout is None and dlse is None:
+            return (None,) * 7
+        wanted = ctx.needs_input_grad[:3]
+        return *BlockwiseGradients.apply(*ctx.saved_tensors, dout, dlse, wanted, *ctx.options), None, None, None, None
+
+
+class BlockwiseGradients(torch.autograd.Function):
+    """blockwise_backward() as a node, so that under create_graph a second derivative is refused.
+
+    torch's once_differentiable refuses it only where dout or dlse requires grad. After ``out.sum()`` neither does, and
+    what the gradients owe to q, k and v would silently be missing.
+    """
+
+    @staticmethod
+    def forward(q, k, v, out, lse, dout, dlse, wanted, problem, block_q, block_k, traffic):
+        return blockwise_backward(
+            problem, q, k, v, out, lse, dout, dlse, wanted=wanted, block_q=block_q, block_k=block_k, traffic=traffic
+        )
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        raise NotImplementedError("attention can be differentiated once only (second derivatives are not built)")
 
 
 @torch.no_grad()
@@ -107,18 +132,19 @@ def blockwise_kv_outer(problem, q, k, v, *, block_q=BLOCK_Q, block_k=BLOCK_K, tr
     """
     traffic = Traffic() if traffic is None else traffic
     out, lse = _results(q, k, v, q.dtype)
-    finite = _all_finite(v)
-    band = _band(problem)
+    finite = all_finite(v)
+    band = Band.of(problem)
     shape = (problem.batch, problem.heads_k, problem.group, problem.seqlen_q)
     memory = _fresh(shape, problem.head_dim_v, q)
     traffic.store(*memory)
     for keys in blocks(range(problem.seqlen_k), block_k):
         k_block, v_block = traffic.load(k[:, keys.start : keys.stop], v[:, keys.start : keys.stop])
-        k_block, v_block = _by_head(k_block, lse.dtype), _by_head(v_block, lse.dtype)
+        k_block, v_block = by_head(k_block, lse.dtype), by_head(v_block, lse.dtype)
         for rows in blocks(band.queries(keys), block_q):
             (queries,) = traffic.load(q[:, rows.start : rows.stop])
             held = traffic.load(*(tensor[:, :, :, rows.start : rows.stop] for tensor in memory))
-            scores = _scores(_stacked(queries, problem, lse.dtype), k_block, band.hidden(rows, keys, q.device), problem)
+            scores = scaled_scores(stacked(queries, problem, lse.dtype), k_block, problem)
+            hide(scores, band.hidden(rows, keys, q.device), problem, -math.inf)
             states = _absorb(Rows(*(tensor.flatten(2, 3) for tensor in held)), scores, v_block, finite)
             for place, state in zip(held, states, strict=True):
                 place.copy_(state.reshape(place.shape))
@@ -160,7 +186,7 @@ def traffic_q_outer(problem, block_q=BLOCK_Q):
     tile that fills a fast memory of Z elements has block_q of order Z / d, so this is O(N M d^2 / Z), against O(N M)
     for the standard way.
     """
-    visible = sum(len(_band(problem).keys(rows)) for rows in blocks(range(problem.seqlen_q), block_q))
+    visible = sum(len(Band.of(problem).keys(rows)) for rows in blocks(range(problem.seqlen_q), block_q))
     return Traffic(read=_query_elements(problem) + _key_elements(problem, visible), written=_result_elements(problem))
 
 
@@ -177,7 +203,7 @@ def traffic_kv_outer(problem, block_k=BLOCK_K):
     Without a mask visits is ceil(M / block_k) N; causal with N = M a multiple of block_k, N (N / block_k + 1) / 2.
     """
     rows = problem.batch * problem.heads
-    visits = rows * sum(len(_band(problem).queries(keys)) for keys in blocks(range(problem.seqlen_k), block_k))
+    visits = rows * sum(len(Band.of(problem).queries(keys)) for keys in blocks(range(problem.seqlen_k), block_k))
     state = problem.head_dim_v + 2
     all_states = rows * problem.seqlen_q * state
     return Traffic(
@@ -188,7 +214,7 @@ def traffic_kv_outer(problem, block_k=BLOCK_K):
 
 def merge(out_a, lse_a, out_b, lse_b):
     """``(out, lse)`` over the union of two disjoint sets of keys, from the results over each (see merge_states)."""
-    dtype = _compute_dtype(torch.promote_types(lse_a.dtype, lse_b.dtype))
+    dtype = arithmetic_dtype(torch.promote_types(lse_a.dtype, lse_b.dtype))
     lse_a, lse_b = lse_a.to(dtype), lse_b.to(dtype)
     top = torch.maximum(lse_a, lse_b).detach()
     empty = top == -math.inf
@@ -212,84 +238,52 @@ class Rows(NamedTuple):
 
 
 def _fresh(shape, head_dim_v, like):
-    options = {"dtype": _compute_dtype(like.dtype), "device": like.device}
+    options = {"dtype": arithmetic_dtype(like.dtype), "device": like.device}
     top = torch.full(shape, -math.inf, **options)
     return Rows(top, torch.zeros(shape, **options), torch.zeros((*shape, head_dim_v), **options))
 
 
 def _absorb(state, scores, v_block, finite):
-    """The state after one more block of keys (Dao 2023, equation of section 3.1.1). Overwrites ``scores``.
-
-    Constant factors of total and mixed cancel in the end, so the maximum carries no gradient.
-    """
-    top = torch.maximum(state.top, scores.detach().amax(-1))
+    """The state after one more block of keys (Dao 2023, equation of section 3.1.1). Overwrites ``scores``."""
+    top = torch.maximum(state.top, scores.amax(-1))
     shift = top.masked_fill(top == -math.inf, 0)  # no -inf - -inf while nothing has been seen
     keep = torch.exp(state.top - shift)
     weights = scores.sub_(shift[..., None]).exp_()
-    mixed = state.mixed * keep[..., None] + _weighted_sum(weights, v_block, finite)
+    mixed = state.mixed * keep[..., None] + weighted_sum(weights, v_block, finite)
     return Rows(top, state.total * keep + weights.sum(-1), mixed)
 
 
 def _finish(state, problem, rows):
     """Results of a tile of queries, (batch, rows, heads, head_dim_v) and (batch, heads, rows), from its final state."""
-    blind = _first(len(rows), _band(problem).blind - rows.start, state.top.device).repeat(problem.group)
+    blind = _first(len(rows), Band.of(problem).blind - rows.start, state.top.device).repeat(problem.group)
     total = state.total.masked_fill(blind, 1)  # 0 / 1 = 0 and -inf + log(1) = -inf
-    heads = (problem.batch, problem.heads_k, problem.group, len(rows))
-    out = (state.mixed / total[..., None]).reshape(*heads, problem.head_dim_v)
+    out = unstacked(state.mixed / total[..., None], problem, rows)
     lse = (state.top + torch.log(total)).reshape(problem.batch, problem.heads, len(rows))
-    out = out.permute(0, 3, 1, 2, 4).reshape(problem.batch, len(rows), problem.heads, problem.head_dim_v)
     return out.to(problem.dtype), lse
+
+
+def _forward(problem, q, k, v, out, block_q, block_k, traffic):
+    out, lse = _results(q, k, v, q.dtype, out)
+    finite = all_finite(v)
+    for rows in blocks(range(problem.seqlen_q), block_q):
+        tile, tile_lse = _query_tile(problem, q, k, v, rows, block_k, finite, traffic)
+        out[:, rows.start : rows.stop] = tile
+        lse[:, :, rows.start : rows.stop] = tile_lse
+        traffic.store(tile, tile_lse)
+    return out, lse
 
 
 def _query_tile(problem, q, k, v, rows, block_k, finite, traffic):
     """Results of one tile of queries: all blocks of keys that it sees, first to last."""
-    dtype, band = _compute_dtype(q.dtype), _band(problem)
-    queries = _stacked(*traffic.load(q[:, rows.start : rows.stop]), problem, dtype)
+    dtype, band = arithmetic_dtype(q.dtype), Band.of(problem)
+    queries = stacked(*traffic.load(q[:, rows.start : rows.stop]), problem, dtype)
     state = _fresh(queries.shape[:-1], problem.head_dim_v, q)
     for keys in blocks(band.keys(rows), block_k):
         k_block, v_block = traffic.load(k[:, keys.start : keys.stop], v[:, keys.start : keys.stop])
-        scores = _scores(queries, _by_head(k_block, dtype), band.hidden(rows, keys, q.device), problem)
-        state = _absorb(state, scores, _by_head(v_block, dtype), finite)
+        scores = scaled_scores(queries, by_head(k_block, dtype), problem)
+        hide(scores, band.hidden(rows, keys, q.device), problem, -math.inf)
+        state = _absorb(state, scores, by_head(v_block, dtype), finite)
     return _finish(state, problem, rows)
-
-
-def _stacked(queries, problem, dtype):
-    """(batch, rows, heads, n) -> (batch, heads_k, group * rows, n): heads of a group share one product."""
-    queries = queries.unflatten(2, (problem.heads_k, problem.group)).permute(0, 2, 3, 1, 4)
-    return queries.flatten(2, 3).to(dtype)
-
-
-def _by_head(block, dtype):
-    """(batch, keys, heads_k, n) -> (batch, heads_k, keys, n)"""
-    return block.transpose(1, 2).to(dtype)
-
-
-def _scores(queries, k_block, hidden, problem):
-    # Scaled after the product: that of 16-bit inputs is exact in float32, a scaled query is not.
-    scores = _product(queries, k_block.mT).mul_(problem.softmax_scale)
-    return scores if hidden is None else scores.masked_fill_(hidden.repeat(problem.group, 1), -math.inf)
-
-
-def _weighted_sum(weights, v, finite):
-    """``weights @ v`` where a weight of 0 takes nothing, not even from NaN or inf. ``finite``: V holds neither."""
-    if finite:
-        return _product(weights, v)
-    result = _product(weights, v.masked_fill(~v.isfinite(), 0))
-    taken = (weights != 0).to(v.dtype)
-    for kind, value in ((v == math.inf, math.inf), (v == -math.inf, -math.inf), (v.isnan(), math.nan)):
-        result = result + torch.zeros_like(result).masked_fill(_product(taken, kind.to(v.dtype)) > 0, value)
-    return result
-
-
-def _product(a, b):
-    """``a @ b`` in the operands' dtype, also where autocast would round them to 16 bits."""
-    with torch.autocast(a.device.type, enabled=False):
-        return a @ b
-
-
-def _all_finite(tensor):
-    """True where no element is NaN or inf; allocates nothing of the tensor's size."""
-    return tensor.numel() == 0 or all(bound.isfinite().item() for bound in torch.aminmax(tensor.detach()))
 
 
 def _results(q, k, v, dtype, out=None):
@@ -297,19 +291,11 @@ def _results(q, k, v, dtype, out=None):
     batch, seqlen_q, heads, _ = q.shape
     if out is None:
         out = torch.zeros((batch, seqlen_q, heads, v.shape[-1]), dtype=dtype, device=q.device)
-    lse = torch.full((batch, heads, seqlen_q), -math.inf, dtype=_compute_dtype(dtype), device=q.device)
+    lse = torch.full((batch, heads, seqlen_q), -math.inf, dtype=arithmetic_dtype(dtype), device=q.device)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         nothing = sum(tensor[:0].sum() for tensor in (q, k, v))
         out, lse = out + nothing.to(dtype), lse + nothing.to(lse.dtype)
     return out, lse
-
-
-def _compute_dtype(dtype):
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def _band(problem):
-    return Band(problem.seqlen_q, problem.seqlen_k, problem.left, problem.right)
 
 
 def _first(length, count, device):

@@ -1,4 +1,4 @@
-"""Standard attention against loops, and the blockwise orders against standard: values, NaN and inf, gradients."""
+"""Standard attention against loops, and the blockwise orders against standard: values, NaN and inf."""
 
 import itertools
 import math
@@ -6,31 +6,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from problems import EXACT, HEADS, LENGTHS, asked, inputs
 
-from hopper_fa3.problem import Problem
 from hopper_fa3.reference import blockwise, blockwise_kv_outer, standard
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 ORDERS = (blockwise, blockwise_kv_outer)
-LENGTHS = (
-    (0, 0), (0, 9), (9, 0), (1, 0), (1, 1), (1, 37), (37, 1), (2, 5), (5, 2), (16, 16), (17, 40), (40, 17), (33, 65),
-    (64, 64),
-)  # fmt: skip
-# heads, heads_k, head_dim, head_dim_v: ratios 1, 2, 5, 7, 8, odd head dims, head_dim_v on both sides of head_dim
-HEADS = ((3, 3, 8, 8), (4, 2, 7, 5), (5, 1, 16, 24), (14, 2, 9, 8), (8, 1, 1, 3))
 BLOCKS = ((8, 16), (5, 7), (64, 3), (1, 1))
-EXACT = {"rtol": 0, "atol": 1e-12}
-
-
-def inputs(seqlen_q, seqlen_k, heads=4, heads_k=2, head_dim=8, head_dim_v=8, batch=2, dtype=torch.float64, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    shapes = (
-        (batch, seqlen_q, heads, head_dim),
-        (batch, seqlen_k, heads_k, head_dim),
-        (batch, seqlen_k, heads_k, head_dim_v),
-    )
-    return tuple(torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes)
 
 
 def looped(q, k, v, scale, left=None, right=None):
@@ -58,11 +41,6 @@ def looped(q, k, v, scale, left=None, right=None):
 def agree(given, expected, **tolerance):
     for what, a, b in zip(("out", "LSE"), given, expected, strict=True):
         torch.testing.assert_close(a, b, equal_nan=True, msg=lambda text, what=what: f"{what}: {text}", **tolerance)
-
-
-def asked(q, k, v, left=None, **options):
-    """The problem, with a left bound that the public functions do not take yet."""
-    return replace(Problem.from_tensors(q, k, v, **options), left=left)
 
 
 @pytest.mark.parametrize(("left", "right"), [(None, None), (None, 0), (None, 3), (2, None), (1, 2), (0, 0)])
@@ -284,52 +262,9 @@ def test_a_row_of_only_minus_inf_scores_is_nan_and_a_blind_row_is_zero(kind):
     assert (out[:, :8] == 0).all() and out[:, 8:].isnan().all() and (lse == -math.inf).all()
 
 
-GRADIENTS = (
-    (7, 7, 2, 2, 5, 3, True), (12, 30, 6, 2, 8, 8, False), (12, 30, 6, 2, 8, 8, True), (30, 12, 7, 1, 4, 6, True),
-    (1, 9, 5, 1, 8, 8, True), (9, 1, 2, 1, 8, 8, True),
-)  # fmt: skip
-
-
-def gradients(results, tensors):
-    """Of a loss through out and through the LSE (CASES 12), rows that see nothing left out of the latter."""
-    out, lse = results
-    weight = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).reshape(out.shape)
-    loss = (out * weight).sum() + lse.masked_fill(lse == -math.inf, 0).square().sum()
-    return torch.autograd.grad(loss, tensors)
-
-
-@pytest.mark.parametrize("scale", [None, -0.4, 0.0])
-@pytest.mark.parametrize(("seqlen_q", "seqlen_k", "heads", "heads_k", "head_dim", "head_dim_v", "causal"), GRADIENTS)
-def test_gradients(seqlen_q, seqlen_k, heads, heads_k, head_dim, head_dim_v, causal, scale):
-    tensors = [x.requires_grad_() for x in inputs(seqlen_q, seqlen_k, heads, heads_k, head_dim, head_dim_v)]
-    problem = asked(*tensors, causal=causal, softmax_scale=scale)
-    ours = gradients(blockwise(problem, *tensors, block_q=5, block_k=4), tensors)
-    expected = gradients(standard(*tensors, softmax_scale=scale, right=problem.right), tensors)
-    for a, b in zip(ours, expected, strict=True):
-        torch.testing.assert_close(a, b, **EXACT)
-        assert a.isfinite().all()
-    blind = max(0, seqlen_q - seqlen_k) if causal else 0
-    assert (ours[0][:, :blind] == 0).all()
-
-
-@pytest.mark.parametrize("wanted", [0, 1, 2])
-def test_a_gradient_of_one_input_only(wanted):
-    tensors = list(inputs(12, 20))
-    tensors[wanted].requires_grad_()
-    ours = gradients(blockwise(asked(*tensors, causal=True), *tensors, block_q=5, block_k=4), tensors[wanted])
-    expected = gradients(standard(*tensors, right=0), tensors[wanted])
-    torch.testing.assert_close(ours, expected, **EXACT)
-
-
-def test_second_derivatives():
-    tensors = [x.requires_grad_() for x in inputs(4, 6, 2, 1, 3, 2, batch=1)]
-    problem = asked(*tensors, causal=True)
-    assert torch.autograd.gradgradcheck(lambda *x: blockwise(problem, *x, block_q=3, block_k=2), tensors)
-
-
 @EVERY
 def test_autocast_changes_nothing(kind):
-    """Not the backward's recomputation either, which repeats the forward under the autocast that it saw."""
+    """Not the gradients either."""
     tensors = [x.requires_grad_(kind is not blockwise_kv_outer) for x in inputs(20, 30, dtype=torch.float32)]
     tensors[2].detach()[0, 29, 0, 0] = math.inf  # the path of values that are not finite has products of its own
     results = []
@@ -340,11 +275,3 @@ def test_autocast_changes_nothing(kind):
         results.append((out, lse, *grads))
     for plain, under_autocast in zip(*results, strict=True):
         torch.testing.assert_close(under_autocast, plain, rtol=0, atol=0, equal_nan=True)
-
-
-@pytest.mark.parametrize(("seqlen_q", "seqlen_k", "batch"), [(0, 5, 2), (5, 0, 2), (5, 5, 0)])
-@pytest.mark.parametrize("kind", [standard, blockwise])
-def test_gradients_where_there_is_no_work(seqlen_q, seqlen_k, batch, kind):
-    tensors = [x.requires_grad_() for x in inputs(seqlen_q, seqlen_k, batch=batch)]
-    for gradient, x in zip(gradients(attention(kind)(*tensors), tensors), tensors, strict=True):
-        assert gradient.shape == x.shape and (gradient == 0).all()
