@@ -7,10 +7,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hopper_fa3.band import Band, blocks
 from hopper_fa3.problem import Problem
 from hopper_fa3.reference import (
     Traffic,
     blockwise,
+    blockwise_backward,
     blockwise_kv_outer,
     standard,
     traffic_kv_outer,
@@ -121,6 +123,40 @@ def test_the_backward_pass_is_linear_too():
     assert full[2] > 3.8 * full[1] and full[2] > 10 * peaks[2]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_backward_alone_allocates_the_gradients_and_tiles(causal, dtype):
+    """Also where the arriving gradient is not contiguous: out.sum() expands a single number."""
+    lengths, meters = (256, 512, 1024), []
+    for length in lengths:
+        q, k, v = (x.to(dtype) for x in inputs(length, length))
+        problem = Problem.from_tensors(q, k, v, causal=causal)
+        results = small_blocks(blockwise)(problem, q, k, v)
+        given = [torch.ones((), dtype=x.dtype).expand(x.shape) for x in results]
+        with Allocations() as meter:
+            blockwise_backward(problem, q, k, v, *results, *given, block_q=BLOCK_Q, block_k=BLOCK_K)
+        meters.append(meter)
+    steps = [(b.peak - a.peak) / (n - m) for a, b, m, n in zip(meters, meters[1:], lengths, lengths[1:], strict=False)]
+    # A token's dq (2 heads of 8), dk (8) and dv (4); the last two in float32 too where that is another dtype.
+    gradients = (16 + 8 + 4) * dtype.itemsize + (0 if dtype == torch.float32 else (8 + 4) * 4)
+    assert steps[1] == pytest.approx(steps[0], rel=0.01) and steps[0] <= gradients
+    # The largest piece is a gradient or a tile of 2 heads, never the scores of the whole.
+    assert meters[-1].largest <= max(1024 * 16, 2 * BLOCK_Q * BLOCK_K) * 4 < 1024 * 1024 * dtype.itemsize
+
+
+def test_the_graph_keeps_inputs_and_results_only():
+    q, k, v = (x.requires_grad_() for x in inputs(256, 256))
+    packed = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: packed.append(x) or x, lambda x: x):
+        out, lse = blockwise(Problem.from_tensors(q, k, v, causal=True), q, k, v, block_q=BLOCK_Q, block_k=BLOCK_K)
+    assert [x.data_ptr() for x in packed] == [x.data_ptr() for x in (q, k, v, out, lse)]
+    assert sum(x.nbytes for x in packed) == 4 * 256 * (2 * 8 + 8 + 4 + 2 * 4 + 2)
+    # Nothing hides on the node outside of what the hooks see: a tensor there would never be freed or checked.
+    node = out.grad_fn
+    assert node is lse.grad_fn and node.next_functions[0][0].variable is q
+    assert not [name for name, value in vars(node).items() if isinstance(value, torch.Tensor)]
+
+
 SHAPES = (
     (96, 128, 2, 2, 8, 8, 1), (96, 128, 6, 2, 16, 4, 2), (100, 130, 5, 1, 8, 8, 2), (130, 100, 4, 4, 8, 16, 1),
     (1, 200, 8, 1, 8, 8, 2), (200, 1, 2, 2, 8, 8, 1), (0, 50, 2, 1, 8, 8, 1), (50, 0, 2, 1, 8, 8, 1),
@@ -187,12 +223,39 @@ def test_blocks_that_no_query_sees_are_not_read():
     assert out.isfinite().all() and traffic.read == 90 * 2 * 8 + 100 * (8 + 4)
 
 
-def test_a_backward_pass_counts_its_reading_again():
-    q, k, v = (x.requires_grad_() for x in inputs(96, 128))
-    problem = Problem.from_tensors(q, k, v)
+def moved_backward(problem, tensors, used=("out",), wanted="qkv"):
+    """(read, written) of a backward pass through the results that are used, to the inputs that are wanted."""
     traffic = Traffic()
-    out, _ = blockwise(problem, q, k, v, block_q=BLOCK_Q, block_k=BLOCK_K, traffic=traffic)
-    forward = traffic_q_outer(problem, BLOCK_Q)
-    assert traffic == forward
-    out.sum().backward()
-    assert traffic == replace(forward, read=2 * forward.read)
+    leaves = [x.requires_grad_(name in wanted) for name, x in zip("qkv", tensors, strict=True)]
+    results = blockwise(problem, *leaves, block_q=BLOCK_Q, block_k=BLOCK_K, traffic=traffic)
+    forward = replace(traffic)
+    assert forward == traffic_q_outer(problem, BLOCK_Q)
+    sum(x.sum() for name, x in zip(("out", "lse"), results, strict=True) if name in used).backward()
+    return traffic.read - forward.read, traffic.written - forward.written
+
+
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(96, 128), (100, 70)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_backward_pass_counts_too(seqlen_q, seqlen_k, causal):
+    """The closed form in the docstring of blockwise_backward, and what one result or one gradient alone saves."""
+    tensors = inputs(seqlen_q, seqlen_k)
+    problem = Problem.from_tensors(*tensors, causal=causal)
+    per_tile = [len(Band.of(problem).keys(rows)) for rows in blocks(range(seqlen_q), BLOCK_Q)]
+    assert min(per_tile) > 0  # also with 30 queries that see nothing: they share their tile with two that do
+    queries, keys = 2 * seqlen_q, sum(per_tile)
+    read, written = queries * (8 + 2 * 4 + 1) + 2 * keys * (8 + 4), queries * 8 + (keys + seqlen_k) * (8 + 4)
+    assert moved_backward(problem, tensors) == (read, written)
+    assert moved_backward(problem, tensors, ("out", "lse")) == (read + queries, written)
+    unread = 2 * queries * 4 + keys * 4  # O, dO and V
+    assert moved_backward(problem, tensors, ("lse",)) == (read + queries - unread, written)
+    unread = keys * (8 + 4)  # dK and dV
+    assert moved_backward(problem, tensors, wanted="q") == (read - unread, queries * 8)
+    unread = keys * (8 + 4)  # dK and V
+    assert moved_backward(problem, tensors, wanted="v") == (read - unread, (keys + seqlen_k) * 4)
+
+
+def test_tiles_without_keys_are_not_read_in_the_backward():
+    tensors = inputs(96, 32)
+    problem = Problem.from_tensors(*tensors, causal=True)  # two of three tiles see nothing
+    read, written = 2 * 32 * (8 + 2 * 4 + 1) + 2 * 32 * (8 + 4), 2 * 32 * 8 + 2 * 32 * (8 + 4)
+    assert moved_backward(problem, tensors) == (read, written)
