@@ -2,7 +2,7 @@
 
 import torch
 
-from . import launch, reference
+from . import launch, ops, reference
 from .problem import Problem, check_states, split_packed
 
 MEMO_ENTRIES = 4096  # one or two KiB each: bounds what a program with endlessly varying lengths keeps
@@ -49,8 +49,9 @@ def flash_attn_func(
 ):  # fmt: skip
     """Exact attention, ``softmax(softmax_scale * Q K^T + mask) V``, without ever holding the score matrix.
 
-    On an sm_90 GPU by the FlashAttention-3 algorithm (Shah et al. 2024), forward only so far; on the CPU blockwise in
-    PyTorch (FlashAttention-2, Dao 2023, algorithm 1), with gradients.
+    On an sm_90 GPU by the FlashAttention-3 algorithm (Shah et al. 2024); on the CPU blockwise in PyTorch
+    (FlashAttention-2, Dao 2023, algorithm 1). Differentiable once: the gradients recompute the scores from q, k, v, out
+    and the LSE, which is all that is kept.
 
     q: ``(batch, seqlen_q, heads, head_dim)``. k: ``(batch, seqlen_k, heads_k, head_dim)``.
     v: ``(batch, seqlen_k, heads_k, head_dim_v)``.
@@ -60,7 +61,8 @@ def flash_attn_func(
     causal: the last query sees all keys, each earlier one sees one key less.
     window_size: (left, right): query i sees key j iff ``-left <= j - (i + seqlen_k - seqlen_q) <= right``; -1 or None
         leaves a side open. ``causal`` sets right to 0.
-    sm_margin: number of SMs that the kernel leaves free. deterministic: the forward always is.
+    sm_margin: number of SMs that the kernels leave free. deterministic: gradients are bit-equal from run to run (the
+        forward always is).
     return_attn_probs: return ``(out, lse)``; no probabilities, as in FlashAttention-3.
     out: tensor to write to: ``(batch, seqlen_q, heads, head_dim_v)``, q's dtype and device; must share no memory with
         q, k and v.
@@ -88,9 +90,14 @@ def flash_attn_func(
         if problem.device.type == "cpu":
             out, lse = reference.blockwise(problem, q, k, v, out=out)
             return (out, lse) if return_attn_probs else out
-        recipe = launch.prepare(problem, q, k, v, out=out, plan=plan, sm_margin=sm_margin)
+        recipe = launch.prepare(
+            problem, q, k, v, out=out, plan=plan, sm_margin=sm_margin, deterministic=deterministic
+        )
         _remember(signature, recipe)
-    out, lse = launch.execute(recipe, q, k, v, out, want_lse=return_attn_probs)
+    if recipe.gradients is not None:
+        out, lse = ops.Attention.apply(q, k, v, recipe)
+    else:
+        out, lse = launch.execute(recipe, q, k, v, out, want_lse=return_attn_probs)
     return (out, lse) if return_attn_probs else out
 
 

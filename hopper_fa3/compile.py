@@ -14,8 +14,9 @@ os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")
 import cutlass
 import cutlass.cute as cute
 
+from .kernels.backward import BackwardKernel
 from .kernels.forward import DTYPES, ForwardKernel
-from .plan import forward_config
+from .plan import BackwardPlan, backward_config, forward_config
 
 if os.environ["CUTE_DSL_ARCH"] != "sm_90a":
     raise RuntimeError(f"CUTE_DSL_ARCH must be sm_90a or unset, got {os.environ['CUTE_DSL_ARCH']}")
@@ -27,7 +28,8 @@ _lock = threading.RLock()  # the DSL's tracer and the kernel's name are global s
 def compiled(static, plan, options=()):
     """The launchable kernel for ``(static, plan)``: traced at the first request, found in memory afterwards.
 
-    The callable takes ``(q, k, v, out, lse, counter, scale_log2, right, section, ctas)`` positionally, torch tensors
+    ``static`` and ``plan``: a Static with a Plan, or a BackwardStatic with a BackwardPlan. The callable takes ``(q, k,
+    v, out, lse, counter, scale_log2, right, section, ctas)`` positionally, or what BackwardKernel says, torch tensors
     as they are, and launches on torch's current stream of the tensors' device. ``options`` are further options of the
     DSL's compiler.
     """
@@ -55,13 +57,31 @@ def cached():
 
 
 def _trace(static, plan, options):
-    kernel = ForwardKernel(forward_config(static, plan))
-    # Without the mangled Python name: profilers then show one readable word.
-    ForwardKernel.kernel.set_name_prefix(kernel.config.name, remove_cutlass_symbol=True, keep_mangled_name=False)
-    function = cute.compile(kernel, *_arguments(static), options=" ".join(("--enable-tvm-ffi", *options)))
+    if isinstance(plan, BackwardPlan):
+        kernel = BackwardKernel(backward_config(static, plan))
+        names = {
+            BackwardKernel.before: f"{kernel.config.name}_before",
+            BackwardKernel.kernel: kernel.config.name,
+            BackwardKernel.behind: f"{kernel.config.name}_behind",
+        }
+        arguments = _backward_arguments(static, kernel.config)
+    else:
+        kernel = ForwardKernel(forward_config(static, plan))
+        names = {ForwardKernel.kernel: kernel.config.name}
+        arguments = _arguments(static)
+    for each, name in names.items():
+        # Without the mangled Python name: profilers then show one readable word.
+        each.set_name_prefix(name, remove_cutlass_symbol=True, keep_mangled_name=False)
+    function = cute.compile(kernel, *arguments, options=" ".join(("--enable-tvm-ffi", *options)))
     # Positional calls of the function under the keyword wrapper cost half as much host time. The wrapper is kept
     # alive with it.
     return getattr(function, "_tvm_ffi_function", function)
+
+
+def _tensor(dtype, *shape, divisibility=8, align=16):
+    """A fake tensor whose last stride is 1. TMA reads rows that start at multiples of 16 bytes: 8 elements."""
+    strides = (*(cute.sym_int64(divisibility=divisibility) for _ in shape[1:]), 1)
+    return cute.runtime.make_fake_tensor(dtype, shape, strides, assumed_align=align)
 
 
 def _arguments(static):
@@ -69,21 +89,36 @@ def _arguments(static):
     dtype = DTYPES[static.dtype]
     batch, seqlen_q, seqlen_k, heads, heads_k = (cute.sym_int() for _ in range(5))
     head_dim, head_dim_v = cute.sym_int(divisibility=8), cute.sym_int(divisibility=8)
-
-    def tensor(*shape):
-        # TMA reads rows that start at multiples of 16 bytes: 8 elements
-        strides = (*(cute.sym_int64(divisibility=8) for _ in shape[1:]), 1)
-        return cute.runtime.make_fake_tensor(dtype, shape, strides, assumed_align=16)
-
-    q = tensor(batch, seqlen_q, heads, head_dim)
-    k = tensor(batch, seqlen_k, heads_k, head_dim)
-    v = tensor(batch, seqlen_k, heads_k, head_dim_v)
-    out = tensor(batch, seqlen_q, heads, head_dim_v)
-    lse = cute.runtime.make_fake_tensor(
-        cutlass.Float32, (batch, heads, seqlen_q), (cute.sym_int64(), cute.sym_int64(), 1), assumed_align=4
-    )
-    counter = (
-        cute.runtime.make_fake_compact_tensor(cutlass.Int32, (2,), assumed_align=4) if static.right_bound else None
-    )
+    q = _tensor(dtype, batch, seqlen_q, heads, head_dim)
+    k = _tensor(dtype, batch, seqlen_k, heads_k, head_dim)
+    v = _tensor(dtype, batch, seqlen_k, heads_k, head_dim_v)
+    out = _tensor(dtype, batch, seqlen_q, heads, head_dim_v)
+    lse = _tensor(cutlass.Float32, batch, heads, seqlen_q, divisibility=1, align=4)
     scalars = (cutlass.Float32(1.0), cutlass.Int32(0), cutlass.Int32(1), cutlass.Int32(1))
-    return q, k, v, out, lse, counter, *scalars, cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+    return q, k, v, out, lse, _counter(static), *scalars, _stream()
+
+
+def _backward_arguments(static, config):
+    """The same for the gradients."""
+    dtype, wide = DTYPES[static.dtype], cutlass.Float32
+    batch, seqlen_q, seqlen_k, heads, heads_k, blocks = (cute.sym_int() for _ in range(6))
+    head_dim, head_dim_v = cute.sym_int(divisibility=8), cute.sym_int(divisibility=8)
+    q, dq = (_tensor(dtype, batch, seqlen_q, heads, head_dim) for _ in range(2))
+    k, dk = (_tensor(dtype, batch, seqlen_k, heads_k, head_dim) for _ in range(2))
+    v, dv = (_tensor(dtype, batch, seqlen_k, heads_k, head_dim_v) for _ in range(2))
+    out, do = (_tensor(dtype, batch, seqlen_q, heads, head_dim_v) for _ in range(2))
+    lse = _tensor(wide, batch, heads, seqlen_q, divisibility=1, align=4)
+    dlse = _tensor(wide, batch, heads, seqlen_q, divisibility=1, align=4) if static.lse_gradient else None
+    rows = _tensor(wide, batch, heads, blocks, config.row_floats)
+    sums = _tensor(wide, batch, heads, blocks, config.tile_m * config.key_columns)
+    scalars = (wide(1.0), wide(1.0), *(cutlass.Int32(1) for _ in range(4)))
+    return q, k, v, out, lse, do, dlse, dq, dk, dv, rows, sums, _counter(static), *scalars, _stream()
+
+
+def _counter(static):
+    """The tile counter of kernels that have one."""
+    return cute.runtime.make_fake_compact_tensor(cutlass.Int32, (2,), assumed_align=4) if static.right_bound else None
+
+
+def _stream():
+    return cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)

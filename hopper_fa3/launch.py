@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 
 from . import plan as planning
-from .problem import multiprocessors
+from .problem import Problem, multiprocessors
 
 # Below the smallest normal float32 a scale would be flushed to 0, and 0 times a masked score of -inf is NaN.
 SMALLEST_SCALE = 1.1754943508222875e-38
@@ -18,6 +18,14 @@ UNREAD_ROWS = 2**18  # 1 MiB a device
 
 _unread = {}  # device -> memory for LSEs that nobody reads
 _counters = {}  # (device index, stream) -> two int32
+
+
+class GradientRecipe(NamedTuple):
+    """What the gradients need besides the tensors that autograd keeps."""
+
+    problem: Problem
+    deterministic: bool
+    sm_margin: int
 
 
 class Recipe(NamedTuple):
@@ -32,10 +40,15 @@ class Recipe(NamedTuple):
     lse: torch.Tensor
     unread_lse: torch.Tensor | None  # where the LSE goes that nobody asked for; None: allocate it
     fits: bool  # TMA takes q, k, v and out as they are
+    gradients: GradientRecipe | None  # where autograd records the call
 
 
-def prepare(problem, q, k, v, *, out=None, plan=None, sm_margin=0):
-    """The recipe for calls like this one, of a validated CUDA problem; compiles the kernel where it is new."""
+def prepare(problem, q, k, v, *, out=None, plan=None, sm_margin=0, deterministic=False):
+    """The recipe for calls like this one, of a validated CUDA problem; compiles the kernel where it is new.
+
+    ``deterministic``: of the gradients.
+    """
+    recorded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (q, k, v))
     function, dynamic, scalars = None, False, ()
     if problem.batch and problem.heads and problem.seqlen_q and problem.seqlen_k:
         from .compile import compiled  # imports the DSL (seconds): only where a kernel is launched
@@ -54,6 +67,7 @@ def prepare(problem, q, k, v, *, out=None, plan=None, sm_margin=0):
         q.new_empty(1, dtype=torch.float32).expand(problem.batch, problem.heads, problem.seqlen_q),
         unread_lse(problem),
         all(tma_reads(tensor) for tensor in (q, k, v, out) if tensor is not None),
+        GradientRecipe(problem, deterministic, sm_margin) if recorded else None,
     )
 
 

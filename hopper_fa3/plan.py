@@ -4,7 +4,7 @@ arithmetic.
 
 from typing import NamedTuple
 
-from .kernels.config import ELEMENT_BYTES, HEAD_DIM_CLASSES, ForwardConfig
+from .kernels.config import ELEMENT_BYTES, HEAD_DIM_CLASSES, BackwardConfig, ForwardConfig
 
 # K and V of the heads that are scheduled together should stay in L2. An H200 has 50 to 60 MB of it; O, Q and the
 # neighbours' traffic take the rest. FlashAttention-3 uses the same 32 MB.
@@ -112,3 +112,46 @@ def tile_class(head_dim):
         if head_dim <= candidate:
             return candidate
     raise ValueError(f"head_dim must be at most {HEAD_DIM_CLASSES[-1]}, got {head_dim}")
+
+
+class BackwardPlan(NamedTuple):
+    """How the gradients of a problem are computed. Part of the key of the compiled kernels."""
+
+    tile_m: int  # queries per step
+    stages: int = STAGES  # tiles of Q and of dO in flight
+
+
+# (head_dim class, head_dim_v class, right bound) -> plan of the gradients
+BACKWARD_TABLE = {
+    (64, 64, False): BackwardPlan(128),
+    (64, 64, True): BackwardPlan(128),
+}
+BACKWARD_PLAN = BackwardPlan(64)  # of all others
+
+
+def choose_backward(static):
+    """The plan for a BackwardStatic."""
+    return BACKWARD_TABLE.get((static.head_dim, static.head_dim_v, static.right_bound), BACKWARD_PLAN)
+
+
+def backward_config(static, plan):
+    """The kernels' configuration: what the problem fixes and what the plan chose."""
+    return BackwardConfig(
+        dtype=static.dtype,
+        head_dim=static.head_dim,
+        head_dim_v=static.head_dim_v,
+        right_bound=static.right_bound,
+        deterministic=static.deterministic,
+        **plan._asdict(),
+    )
+
+
+def backward_heads_per_section(problem):
+    """K/V heads, counted over the batch, whose tiles are scheduled together: see heads_per_section. What should stay in
+    L2 is what all K/V tiles of a head read and add to: Q, dO and the sums of dQ.
+    """
+    if problem.right is None:
+        return 1
+    row_bytes = (problem.head_dim + problem.head_dim_v) * ELEMENT_BYTES + 4 * problem.head_dim
+    heads_k = max(1, L2_BUDGET_BYTES // max(problem.group * problem.seqlen_q * row_bytes, 1))
+    return min(1 << (heads_k.bit_length() - 1), problem.batch * problem.heads_k)

@@ -66,10 +66,6 @@ ILLEGAL = (
         )
     ),
     Illegal(
-        "requires_grad", (False,), ON_CUDA, NOT_BUILT,
-        "requires_grad of q, k and v must be False on CUDA or grad mode off (the backward is not built yet)",
-    ),
-    Illegal(
         "out", (None,), (("requires_grad", True),), ValueError,
         "out must be None where q, k or v requires grad (results are written in place)",
     ),
@@ -85,6 +81,17 @@ class Static(NamedTuple):
     right_bound: bool  # a right bound is present; its value is a run-time argument (causal: 0)
     left_bound: bool
     negative_scale: bool
+
+
+class BackwardStatic(NamedTuple):
+    """All that changes the compiled code of the gradients."""
+
+    dtype: str
+    head_dim: int  # tile class
+    head_dim_v: int  # tile class
+    right_bound: bool
+    lse_gradient: bool  # a gradient of the LSE arrives
+    deterministic: bool
 
 
 @dataclass(frozen=True)
@@ -162,6 +169,13 @@ class Problem:
             right_bound=self.right is not None,
             left_bound=self.left is not None,
             negative_scale=self.softmax_scale < 0,
+        )
+
+    def backward_static(self, lse_gradient, deterministic):
+        """The same for the gradients of a CUDA problem; the sign of the scale changes nothing in them."""
+        static = self.static
+        return BackwardStatic(
+            static.dtype, static.head_dim, static.head_dim_v, static.right_bound, lse_gradient, deterministic
         )
 
 

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import cpasync
@@ -28,3 +29,23 @@ class RunTime(NamedTuple):
     scale_log2: Float32  # softmax scale times log2(e), so that exp2 does the softmax; never 0
     right: Int32  # right bound of the band; not read where the configuration has none
     section: Int32  # heads (over the batch) that are scheduled together: schedule.py
+
+
+class BackwardRunTime(NamedTuple):
+    """Scalars of a backward known at launch only."""
+
+    scale_log2: Float32  # softmax scale times log2(e); never 0
+    scale: Float32  # softmax scale, a factor of dQ and dK
+    right: Int32  # right bound of the band; not read where the configuration has none
+    section: Int32  # heads (over the batch) that are scheduled together: schedule.py
+    head_parts: Int32  # K/V heads times the parts into which each one's query heads are split
+
+    @cute.jit
+    def heads_of(self, part: Int32, heads: Int32, heads_k: Int32):
+        """``(head_k, first, last)``: the K/V head of a part, and its query heads [first, last)."""
+        group, parts = heads // heads_k, self.head_parts // heads_k
+        head_k = part // parts
+        span = (group + parts - 1) // parts
+        first = (part - head_k * parts) * span
+        last = cutlass.min(first + span, group)
+        return head_k, head_k * group + first, head_k * group + last

@@ -16,6 +16,7 @@ class Barrier(IntEnum):
     TURN = 1  # 1, 2, 3
     OUTPUT = 4  # 4, 5, 6
     VOTE = 7  # 7, 8, 9
+    SCORES = 10  # dS of all warpgroups; one id
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,9 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
 
+NO_QUERY = 2**30  # more than any seqlen_q
+
+
 @dataclass(frozen=True)
 class Band:
     """Keys that a query sees: ``j <= i + seqlen_k - seqlen_q + right`` where a right bound is present, and ``j <
@@ -39,3 +42,28 @@ class Band:
         full = cutlass.max(fewest, 0) // self.tile_n
         end = (keys + self.tile_n - 1) // self.tile_n
         return full, end, keys
+
+    @cute.jit
+    def first_query(self, key: Int32, seqlen_q: Int32, seqlen_k: Int32, right: Int32) -> Int32:
+        """The first query that sees ``key``: may be negative; past all queries for a key past the end."""
+        first = Int32(0)
+        if const_expr(self.right_bound):
+            first = key - (seqlen_k - seqlen_q) - right
+        return cutlass.select_(key < seqlen_k, first, Int32(NO_QUERY))
+
+    @cute.jit
+    def query_blocks(self, n_block: Int32, rows: cutlass.Constexpr[int], seqlen_q: Int32, seqlen_k: Int32, right: Int32):
+        """``(first, unmasked, end)`` for one K/V tile: blocks [first, unmasked) of ``rows`` queries need a mask,
+        [unmasked, end) do not, no query of an earlier one sees any of its keys.
+        """
+        first_key = n_block * self.tile_n
+        end = (seqlen_q + rows - 1) // rows
+        first, unmasked = Int32(0), Int32(0)
+        if const_expr(self.right_bound):
+            first = cutlass.max(self.first_query(first_key, seqlen_q, seqlen_k, right), 0) // rows
+            last_key = first_key + self.tile_n - 1
+            unmasked = cutlass.max(self.first_query(last_key, seqlen_q, seqlen_k, right), 0)
+            unmasked = cutlass.min((unmasked + rows - 1) // rows, end)
+        # A tile that reaches past the last key: its scores there are 0, whatever the LSE
+        unmasked = cutlass.select_(first_key + self.tile_n > seqlen_k, end, unmasked)
+        return first, unmasked, end

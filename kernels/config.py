@@ -170,3 +170,80 @@ class ForwardConfig:
             ),
         )
         return next((message for holds, message in rules if not holds), None)
+
+
+@dataclass(frozen=True)
+class BackwardConfig:
+    """One compiled backward kernel. A CTA owns ``tile_n`` keys, 64 a consumer warpgroup, whose dK and dV stay in
+    registers while it visits the queries that see them, ``tile_m`` at a time.
+    """
+
+    dtype: str
+    head_dim: int
+    head_dim_v: int
+    right_bound: bool
+    tile_m: int
+    stages: int
+    deterministic: bool = False
+
+    consumer_warpgroups = 2
+    score_stages = 2  # dS of one step is read by dQ's product while the next step's is written
+    tile_n = consumer_warpgroups * WGMMA_M
+
+    @property
+    def name(self):
+        """Readable kernel name for profilers."""
+        mask = "causal" if self.right_bound else "dense"
+        dims = f"d{self.head_dim}" if self.head_dim == self.head_dim_v else f"d{self.head_dim}v{self.head_dim_v}"
+        order = "_deterministic" if self.deterministic else ""
+        return f"hopper_fa3_backward_{dims}_{mask}_{SHORT_DTYPES[self.dtype]}_{self.tile_m}x{self.tile_n}{order}"
+
+    @property
+    def threads(self):
+        """Threads of a CTA: one producer warpgroup and the consumers."""
+        return WARPGROUP_THREADS * (1 + self.consumer_warpgroups)
+
+    @property
+    def registers(self):
+        """(producer, consumer) registers per thread."""
+        return REGISTERS[self.consumer_warpgroups]
+
+    @property
+    def dynamic(self):
+        """True where tiles are of unequal length, so that CTAs fetch them from a counter."""
+        return self.right_bound
+
+    @property
+    def query_pieces(self):
+        """Pieces of 64 queries in which warpgroups compute dQ."""
+        return self.tile_m // WGMMA_M
+
+    @property
+    def column_pieces(self):
+        """Pieces of dQ's columns: every warpgroup has one piece, of 64 queries and these columns."""
+        return self.consumer_warpgroups // self.query_pieces
+
+    @property
+    def key_columns(self):
+        """Columns of K in shared memory: head_dim, or more so that dQ's pieces are equal and whole swizzle atoms."""
+        unit = 64 * self.column_pieces
+        return -(-self.head_dim // unit) * unit
+
+    @property
+    def dq_columns(self):
+        """Columns of a piece of dQ."""
+        return self.key_columns // self.column_pieces
+
+    @property
+    def row_floats(self):
+        """Floats of a step's row statistics: LSE and delta of each query."""
+        return 2 * self.tile_m
+
+    def smem_bytes(self):
+        """Shared memory of a CTA in bytes, as kernels/backward_smem.py lays it out."""
+        keys = self.tile_n * (self.key_columns + self.head_dim_v) * ELEMENT_BYTES
+        queries = self.stages * self.tile_m * (self.head_dim + self.head_dim_v) * ELEMENT_BYTES
+        rows = -(-self.stages * self.row_floats * 4 // SHARED_ALIGNMENT) * SHARED_ALIGNMENT
+        scores = self.score_stages * self.tile_m * self.tile_n * ELEMENT_BYTES
+        barriers = SHARED_ALIGNMENT  # they fill less than one alignment unit
+        return barriers + keys + queries + rows + scores

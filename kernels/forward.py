@@ -43,7 +43,7 @@ class ForwardKernel:
         self.config = config
         self.dtype = DTYPES[config.dtype]
         self.band = Band(config.tile_n, config.right_bound)
-        self.schedule = Schedule(config.tile_m, dynamic=config.dynamic)
+        self.schedule = Schedule(config.tile_m, dynamic=config.dynamic, descending=config.dynamic)
         self.values = DenseValues(config.tile_n, config.head_dim_v, cut=config.right_bound)
         self.turns = Turns(config.consumer_warpgroups, config.pingpong)
         self.output = (StagedOutput if config.staged_output else DirectOutput)(self.dtype, config.head_dim_v)

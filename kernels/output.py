@@ -33,6 +33,7 @@ class Piece(NamedTuple):
     thread: Int32  # of the warpgroup
     in_store_warp: Boolean  # the warp that speaks to TMA for its warpgroup
     first_row: Int32  # of the head, this thread's first; the second lies 8 below
+    first_column: Int32 | int = 0  # DirectOutput: where the accumulator's columns begin; whole groups
 
 
 @cute.jit
@@ -120,14 +121,14 @@ class DirectOutput:
             row = piece.first_row + 8 * index
             columns = out[row, None, piece.head, piece.batch]
             # How many columns there are from this lane's first one on
-            present = cutlass.select_(row < seqlen_q, head_dim_v, Int32(0)) - GROUP * lane
+            present = cutlass.select_(row < seqlen_q, head_dim_v, Int32(0)) - piece.first_column - GROUP * lane
             for first in cutlass.range_constexpr(0, groups, QUAD):
                 own = transpose([pairs[index, first + group] for group in range(QUAD)], lane)
                 whole = cute.make_rmem_tensor(QUAD, Int32)
                 for word in cutlass.range_constexpr(QUAD):
                     whole[word] = own[word]
                 if GROUP * first < present:
-                    target = cute.local_tile(columns, (GROUP,), (first + lane,))
+                    target = cute.local_tile(columns, (GROUP,), (piece.first_column // GROUP + first + lane,))
                     cute.copy(store, cute.recast_tensor(whole, self.dtype), target)
 
     def finish(self, in_store_warp: Boolean):

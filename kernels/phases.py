@@ -20,6 +20,7 @@ class Phase(Enum):
     LOAD_Q = "load Q"
     LOAD_K = "load K"
     LOAD_V = "load V"
+    LOAD_DO = "load dO"
     # Consumer warps
     WAIT_TILE = "wait: tile"
     WAIT_Q = "wait: Q loaded"

@@ -30,6 +30,7 @@ class Schedule:
 
     tile_m: int
     dynamic: bool
+    descending: bool  # a head's last tile is the longest and comes first
 
     @cute.jit
     def first(self) -> Int32:
@@ -55,7 +56,7 @@ class Schedule:
         in_section = cutlass.min(section, heads * batch - first_head)
         m_block = within // in_section
         head_of_all = first_head + within - m_block * in_section
-        if const_expr(self.dynamic):
+        if const_expr(self.descending):
             m_block = m_blocks - 1 - m_block
         batch_index = head_of_all // heads
         return m_block, head_of_all - batch_index * heads, batch_index

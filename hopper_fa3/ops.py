@@ -1,0 +1,41 @@
+"""Attention on CUDA as a node of PyTorch's graph."""
+
+import torch
+
+from . import launch, launch_backward
+
+
+class Attention(torch.autograd.Function):
+    """One forward launch; keeps q, k, v, out and the LSE, from which the gradients recompute the rest."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, recipe):
+        out, lse = launch.execute(recipe, q, k, v)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.recipe = recipe.gradients
+        ctx.set_materialize_grads(False)  # a result that no loss used arrives as None and costs nothing
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, dout, dlse):
+        if dout is None and dlse is None:
+            return None, None, None, None
+        gradients = AttentionGradients.apply(ctx.recipe, *ctx.saved_tensors, dout, dlse)
+        wanted = zip(gradients, ctx.needs_input_grad[:3], strict=True)
+        return *(gradient if needed else None for gradient, needed in wanted), None
+
+
+class AttentionGradients(torch.autograd.Function):
+    """The backward as a node, so that under create_graph a second derivative is refused.
+
+    torch's once_differentiable refuses it only where dout or dlse requires grad; after ``out.sum()`` neither does, and
+    what the gradients owe to q, k and v would silently be missing.
+    """
+
+    @staticmethod
+    def forward(ctx, recipe, q, k, v, out, lse, dout, dlse):
+        return launch_backward.execute(recipe, q, k, v, out, lse, dout, dlse)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        raise NotImplementedError("attention can be differentiated once only (second derivatives are not built)")

@@ -1,0 +1,198 @@
+"""Backward attention for sm_90a: dQ, dK and dV from Q, K, V, O, LSE and dO, with S and P computed again tile by tile.
+
+FlashAttention-2's loop order (Dao 2023, algorithm 2): K/V tiles outside, queries inside; dK and dV stay in registers, dQ
+is summed in float32 in global memory. Warp-specialised as in FlashAttention-3 (Shah et al. 2024, appendix B.1). What
+is ours: a warpgroup keeps the scores of the next step and dQ of this one in flight under its pointwise work, and dQ
+goes from registers to global memory without shared memory between (workspace.py).
+"""
+
+from functools import partial
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr, pipeline
+from cutlass.cute.nvgpu import cpasync
+from cutlass.memory import SmemAllocator
+
+from .args import BackwardRunTime, TiledTensor
+from .backward_consume import BackwardConsumer
+from .backward_edges import THREADS, Epilogue, Prologue
+from .backward_load import BackwardProducer
+from .backward_smem import backward_layouts, backward_storage
+from .blocks import Band
+from .config import WARPGROUP_THREADS, WARPS_PER_WARPGROUP, BackwardConfig
+from .forward import DTYPES, heads_last
+from .schedule import SLOTS, Schedule, TileQueue
+
+
+class BackwardKernel:
+    """Everything about the three kernels that is fixed at compile time."""
+
+    def __init__(self, config: BackwardConfig):
+        self.config = config
+        self.dtype = DTYPES[config.dtype]
+        self.band = Band(config.tile_n, config.right_bound)
+        self.schedule = Schedule(config.tile_n, dynamic=config.dynamic, descending=False)
+        self.prologue = Prologue(config, self.dtype)
+        self.epilogue = Epilogue(config, self.dtype)
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        out: cute.Tensor,
+        lse: cute.Tensor,
+        do: cute.Tensor,
+        dlse: cute.Tensor,
+        dq: cute.Tensor,
+        dk: cute.Tensor,
+        dv: cute.Tensor,
+        rows: cute.Tensor,
+        sums: cute.Tensor,
+        counter: cute.Tensor,
+        scale_log2: Float32,
+        scale: Float32,
+        right: Int32,
+        section: Int32,
+        head_parts: Int32,
+        ctas: Int32,
+        stream: cuda.CUstream,
+    ):
+        """q, k, v, out, do, dq, dk, dv: (batch, length, heads, head_dim) in 16 bit, last stride 1. lse, dlse: (batch,
+        heads, seqlen_q) float32. Workspace in float32: rows (batch, heads, blocks, 2 tile_m), sums (batch, heads,
+        blocks, tile_m key_columns).
+        """
+        config, dtype = self.config, self.dtype
+        edge_ctas = sums.shape[0] * sums.shape[1] * sums.shape[2]
+        self.before(out, do, lse, dlse, rows, sums).launch(
+            grid=(edge_ctas, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True
+        )
+        # TMA atoms
+        layouts = backward_layouts(config, dtype)
+        boxes = (
+            (config.tile_n, config.key_columns),
+            (config.tile_n, config.head_dim_v),
+            (config.tile_m, config.head_dim),
+            (config.tile_m, config.head_dim_v),
+        )
+        load_op = cpasync.CopyBulkTensorTileG2SOp()
+        tensors = tuple(
+            TiledTensor(
+                *cpasync.make_tiled_tma_atom(load_op, heads_last(tensor), cute.slice_(layout, (None, None, 0)), box)
+            )
+            for tensor, layout, box in zip((k, v, q, do), layouts[:4], boxes, strict=True)
+        )
+        run = BackwardRunTime(scale_log2, scale, right, section, head_parts)
+        # Launch: persistent, one CTA an SM; without min_blocks_per_mp setmaxnreg would vanish
+        self.kernel(tensors, rows, sums, (heads_last(dk), heads_last(dv)), counter, run).launch(
+            grid=(ctas, 1, 1), block=(config.threads, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True
+        )
+        self.behind(sums, heads_last(dq), scale).launch(
+            grid=(edge_ctas, 1, 1),
+            block=(WARPGROUP_THREADS * config.consumer_warpgroups, 1, 1),
+            stream=stream,
+            use_pdl=True,
+        )
+
+    @cute.kernel
+    def before(self, out: cute.Tensor, do: cute.Tensor, lse: cute.Tensor, dlse, rows: cute.Tensor, sums: cute.Tensor):
+        cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.griddepcontrol_wait()
+        self.prologue.run(out, do, lse, dlse, rows, sums)
+
+    @cute.kernel
+    def behind(self, sums: cute.Tensor, dq: cute.Tensor, scale: Float32):
+        cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.griddepcontrol_wait()
+        self.epilogue.run(sums, dq, scale)
+
+    @cute.kernel
+    def kernel(
+        self,
+        tensors: tuple,
+        rows: cute.Tensor,
+        sums: cute.Tensor,
+        outputs: tuple,
+        counter: cute.Tensor,
+        run: BackwardRunTime,
+    ):
+        config = self.config
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        # Descriptors, shared memory, barriers
+        if warp == 0:
+            for tiled in tensors:
+                cpasync.prefetch_descriptor(tiled.atom)
+        storage = SmemAllocator().allocate(self.storage())
+        fields = (storage.k, storage.v, storage.q, storage.do, storage.ds)
+        s_k, s_v, s_q, s_do, s_ds = (
+            field.get_tensor(layout.outer, swizzle=layout.inner)
+            for field, layout in zip(fields, backward_layouts(config, self.dtype), strict=True)
+        )
+        s_rows = storage.rows.get_tensor(cute.make_layout((config.row_floats, config.stages)))
+        pipes, queue = self.pipelines(storage), self.tile_queue(storage, counter)
+        pipeline.pipeline_init_arrive(is_relaxed=True)
+        pipeline.pipeline_init_wait()
+        # Every thread waits for the launch before, so a launch's end implies the end of all before it
+        cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.griddepcontrol_wait()
+        # Roles
+        producer_registers, consumer_registers = config.registers
+        if warp < WARPS_PER_WARPGROUP:
+            cute.arch.setmaxregister_decrease(producer_registers)
+            if warp == 0:
+                producer = BackwardProducer(config, self.band, self.schedule)
+                producer.run(tensors, rows, (s_k, s_v, s_q, s_do, s_rows), pipes, queue, run)
+        else:
+            cute.arch.setmaxregister_increase(consumer_registers)
+            consumer = BackwardConsumer(config, self.dtype, self.band, self.schedule)
+            consumer.run(tensors, sums, outputs, (s_k, s_v, s_q, s_do, s_rows, s_ds), pipes, queue, run)
+
+    def storage(self):
+        """The struct of shared memory; BackwardConfig's arithmetic, by which plans are chosen, must not promise less."""
+        storage = backward_storage(self.config, self.dtype)
+        if storage.size_in_bytes() > self.config.smem_bytes():
+            raise ValueError(f"{self.config.name}: {storage.size_in_bytes()} bytes, planned {self.config.smem_bytes()}")
+        return storage
+
+    @cute.jit
+    def pipelines(self, storage):
+        """Full and empty barriers of K, V, Q (with its row statistics) and dO."""
+        config = self.config
+        group = partial(pipeline.CooperativeGroup, pipeline.Agent.Thread)
+        warps = WARPS_PER_WARPGROUP * config.consumer_warpgroups
+        element_bytes = self.dtype.width // 8
+
+        def pipe(barriers, stages, rows, columns, more_bytes=0):
+            return pipeline.PipelineTmaAsync.create(
+                barrier_storage=barriers.data_ptr(),
+                num_stages=stages,
+                producer_group=group(1),
+                consumer_group=group(warps),
+                tx_count=rows * columns * element_bytes + more_bytes,
+                defer_sync=True,
+            )
+
+        return (
+            pipe(storage.k_barriers, 1, config.tile_n, config.key_columns),
+            pipe(storage.v_barriers, 1, config.tile_n, config.head_dim_v),
+            pipe(storage.q_barriers, config.stages, config.tile_m, config.head_dim, 4 * config.row_floats),
+            pipe(storage.do_barriers, config.stages, config.tile_m, config.head_dim_v),
+        )
+
+    @cute.jit
+    def tile_queue(self, storage, counter: cute.Tensor) -> TileQueue:
+        """Slots and barriers through which the producer warp hands tile indices to every consumer warp."""
+        if const_expr(not self.config.dynamic):
+            return TileQueue(None, None, None)
+        group = partial(pipeline.CooperativeGroup, pipeline.Agent.Thread)
+        pipe = pipeline.PipelineAsync.create(
+            barrier_storage=storage.queue_barriers.data_ptr(),
+            num_stages=SLOTS,
+            producer_group=group(1),
+            consumer_group=group(WARPS_PER_WARPGROUP * self.config.consumer_warpgroups),
+            defer_sync=True,
+        )
+        return TileQueue(counter, storage.queue_slots.get_tensor(cute.make_layout(SLOTS)), pipe)

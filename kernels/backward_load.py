@@ -1,0 +1,82 @@
+"""The producer warp of the backward kernel: moves K, V, Q, dO and the row statistics to shared memory by TMA."""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, pipeline
+from cutlass.cute.nvgpu import cpasync
+
+from .args import BackwardRunTime
+from .blocks import Band
+from .config import BackwardConfig
+from .load import head_tiles, load
+from .phases import Phase, begin
+from .schedule import SLOTS, Schedule, TileQueue
+
+
+@dataclass(frozen=True)
+class BackwardProducer:
+    config: BackwardConfig
+    band: Band
+    schedule: Schedule
+
+    @cute.jit
+    def run(
+        self, tensors: tuple, rows: cute.Tensor, shared: tuple, pipes: tuple, queue: TileQueue, run: BackwardRunTime
+    ):
+        """All tiles of this CTA: the first Q, K, the first dO, V, then Q and dO of each step, head by head."""
+        config = self.config
+        tiled_k, tiled_v, tiled_q, tiled_do = tensors
+        s_k, s_v, s_q, s_do, s_rows = shared
+        k_pipe, v_pipe, q_pipe, do_pipe = pipes
+        seqlen_q, _, heads, batch = tiled_q.tensor.shape
+        seqlen_k, _, heads_k, _ = tiled_k.tensor.shape
+        producer = pipeline.PipelineUserType.Producer
+        k_state, v_state = (pipeline.make_pipeline_state(producer, 1) for _ in range(2))
+        q_state, do_state = (pipeline.make_pipeline_state(producer, config.stages) for _ in range(2))
+        queue_state = pipeline.make_pipeline_state(producer, SLOTS)
+        index, tiles = self.schedule.first(), self.schedule.count(seqlen_k, run.head_parts, batch)
+        while index < tiles:
+            begin(Phase.TAKE_TILE)
+            n_block, part, batch_index = self.schedule.coordinates(index, seqlen_k, run.head_parts, batch, run.section)
+            head_k, head, last_head = run.heads_of(part, heads, heads_k)
+            first, _, end = self.band.query_blocks(n_block, config.tile_m, seqlen_q, seqlen_k, run.right)
+            k_tiles, k_stages = head_tiles(tiled_k, s_k, (config.tile_n, config.key_columns), head_k, batch_index)
+            v_tiles, v_stages = head_tiles(tiled_v, s_v, (config.tile_n, config.head_dim_v), head_k, batch_index)
+            q_tiles, q_stages = head_tiles(tiled_q, s_q, (config.tile_m, config.head_dim), head, batch_index)
+            do_tiles, do_stages = head_tiles(tiled_do, s_do, (config.tile_m, config.head_dim_v), head, batch_index)
+            q_state = self.load_queries(tiled_q, q_tiles, q_stages, rows[batch_index, head, first, None], s_rows, first, q_pipe, q_state)
+            k_state = load(Phase.LOAD_K, tiled_k.atom, k_tiles[None, n_block], k_stages, k_pipe, k_state)
+            do_state = load(Phase.LOAD_DO, tiled_do.atom, do_tiles[None, first], do_stages, do_pipe, do_state)
+            v_state = load(Phase.LOAD_V, tiled_v.atom, v_tiles[None, n_block], v_stages, v_pipe, v_state)
+            first += 1
+            while head < last_head:
+                q_tiles, q_stages = head_tiles(tiled_q, s_q, (config.tile_m, config.head_dim), head, batch_index)
+                do_tiles, do_stages = head_tiles(tiled_do, s_do, (config.tile_m, config.head_dim_v), head, batch_index)
+                for block in cutlass.range(first, end, unroll=1):
+                    q_state = self.load_queries(tiled_q, q_tiles, q_stages, rows[batch_index, head, block, None], s_rows, block, q_pipe, q_state)
+                    do_state = load(Phase.LOAD_DO, tiled_do.atom, do_tiles[None, block], do_stages, do_pipe, do_state)
+                first, _, _ = self.band.query_blocks(n_block, config.tile_m, seqlen_q, seqlen_k, run.right)
+                head += 1
+            # Late, so that whoever ends first gets the longest tile left
+            begin(Phase.TAKE_TILE)
+            index, queue_state = self.schedule.fetch(queue, queue_state, index)
+        begin(Phase.TAKE_TILE)
+        self.schedule.finish(queue)
+        begin(Phase.EXIT)
+
+    @cute.jit
+    def load_queries(self, tiled_q, q_tiles, q_stages, rows: cute.Tensor, s_rows: cute.Tensor, block: Int32, q_pipe, q_state):
+        """One Q tile and its row statistics on one barrier."""
+        begin(Phase.WAIT_FREE)
+        q_pipe.producer_acquire(q_state)
+        begin(Phase.LOAD_Q)
+        barrier = q_pipe.producer_get_barrier(q_state)
+        cute.copy(tiled_q.atom, q_tiles[None, block], q_stages[None, q_state.index], tma_bar_ptr=barrier)
+        bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
+        with cute.arch.elect_one():
+            cute.copy(bulk, rows, s_rows[None, q_state.index], mbar_ptr=barrier)
+        q_pipe.producer_commit(q_state)
+        q_state.advance()
+        return q_state
