@@ -13,6 +13,7 @@ PyTorch's dS, would have to bound that of another. Among hundreds of keys the te
 
 import itertools
 import math
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -24,6 +25,8 @@ from hopper_fa3.band import Band
 from hopper_fa3.reference import standard
 
 NAN_BITS = 0x7FFF  # NaN in bfloat16 and float16, and in float32 twice in a row
+SPOILED = 2**29
+NOTHING = MappingProxyType({})
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # a kernel may take this for a scale of 0
 
 
@@ -45,7 +48,11 @@ def arriving(q, v, seed=1):
 
 
 def spoil_free_memory(q, k, v):
-    """NaN into the memory that gradients and float32 workspace of their sizes are likely to get next."""
+    """NaN into the memory that gradients and float32 workspace of their sizes are likely to get next. Inputs of more
+    than SPOILED elements get fresh memory anyway.
+    """
+    if q.numel() + k.numel() + v.numel() > SPOILED:
+        return
     queries, heads = q.shape[0] * q.shape[1] * q.shape[2], q.shape[2] // k.shape[2]
     sizes = [x.numel() * width for x in (q, k, v) for width in (1, 2)]
     sizes += [x.numel() * heads * 2 for x in (k, v)] + [queries * 2] * 2
@@ -64,12 +71,12 @@ def backward(results, leaves, arrived):
     return tuple(next(got) if leaf.requires_grad else None for leaf in leaves)
 
 
-def leaves_of(q, k, v, wanted=("q", "k", "v")):
+def leaves_of(q, k, v, wanted="qkv"):
     """The same views as leaves of a graph; those in ``wanted`` require a gradient."""
     return tuple(x.detach().requires_grad_(name in wanted) for name, x in zip("qkv", (q, k, v), strict=True))
 
 
-def run(q, k, v, *, dout=None, dlse=None, wanted=("q", "k", "v"), attention=flash_attn_func, **options):
+def run(q, k, v, *, dout=None, dlse=None, wanted="qkv", attention=flash_attn_func, **options):
     """``(dq, dk, dv)`` by torch.autograd.grad through ``attention``; None for inputs that are not ``wanted``.
 
     Gradients flow from out where ``dout`` is given, from the LSE where ``dlse`` is. To be called before any reference:
@@ -81,11 +88,13 @@ def run(q, k, v, *, dout=None, dlse=None, wanted=("q", "k", "v"), attention=flas
     return backward(attention(*leaves, return_attn_probs=True, **options), leaves, (dout, dlse))
 
 
-def check(q, k, v, *, dout=None, dlse=None, wanted=("q", "k", "v"), attention=flash_attn_func, **options):
-    """Run, then compare; returns the gradients. Where neither dout nor dlse is given, a random dout is."""
+def check(q, k, v, *, dout=None, dlse=None, wanted="qkv", attention=flash_attn_func, how=NOTHING, **options):
+    """Run, then compare; returns the gradients. Where neither dout nor dlse is given, a random dout is. ``how``:
+    further options of ``attention``, which change no value.
+    """
     if dout is None and dlse is None:
         dout, _ = arriving(q, v)
-    got = run(q, k, v, dout=dout, dlse=dlse, wanted=wanted, attention=attention, **options)
+    got = run(q, k, v, dout=dout, dlse=dlse, wanted=wanted, attention=attention, **options, **how)
     assert [x is not None for x in got] == [name in wanted for name in "qkv"]
     compare(got, q, k, v, dout=dout, dlse=dlse, **options)
     return got
