@@ -90,6 +90,8 @@ def drawn_on(device, *shape, dtype=torch.bfloat16):
     return torch.randn(shape, device=device, dtype=dtype, generator=generator)
 
 
+FAR = 2**31 + 64  # elements: twice that is an offset that 32 bits do not hold, signed or not
+
 SMALL = Case(batch=2, seqlen_q=113, seqlen_k=255, heads=2, heads_k=1, head_dim=128, head_dim_v=128)
 
 # All dims of the list share the compiled kernels of their tile classes: 5 classes x (dense, causal) in bfloat16.

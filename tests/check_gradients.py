@@ -47,6 +47,12 @@ def arriving(q, v, seed=1):
     return dout, torch.randn((batch, heads, seqlen_q), **options)
 
 
+def tensors_of(case, device):
+    """q, k, v and dO of a case in a list, so that a test can lay out one of them anew."""
+    q, k, v = case.inputs(device)
+    return [q, k, v, arriving(q, v)[0]]
+
+
 def spoil_free_memory(q, k, v):
     """NaN into the memory that gradients and float32 workspace of their sizes are likely to get next. Inputs of more
     than SPOILED elements get fresh memory anyway.

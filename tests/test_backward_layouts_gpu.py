@@ -6,25 +6,14 @@ from dataclasses import replace
 import pytest
 import torch
 from cases import SMALL, drawn_on
-from check_gradients import arriving, check, compare, leaves_of, run
+from check_gradients import arriving, check, compare, leaves_of, run, tensors_of
+from test_forward_layouts_gpu import relaid
 
 from hopper_fa3 import flash_attn_func
 
 pytestmark = pytest.mark.gpu
 
 NAMES = ("q", "k", "v", "dout")
-
-
-def relaid(x, order):
-    """x with the same values, its dimensions in memory in this order."""
-    back = sorted(range(4), key=lambda dim: order[dim])
-    return x.permute(order).contiguous().permute(back)
-
-
-def tensors_of(case, device):
-    """q, k, v and dO of a case in a list, so that a test can lay out one of them anew."""
-    q, k, v = case.inputs(device)
-    return [q, k, v, arriving(q, v)[0]]
 
 
 def check_all(q, k, v, dout, **options):
@@ -143,43 +132,22 @@ def test_columns_past_the_end_of_a_view_never_matter(head_dim, head_dim_v, devic
     check_all(*(x[..., :width] for x, width in zip(tensors, widths, strict=True)))
 
 
-FAR = 2**31 + 64  # elements
-
-
-def require_free(needed, device):
-    torch.cuda.empty_cache()
-    free, _ = torch.cuda.mem_get_info(device)
-    if free < needed + 2**30:
-        pytest.skip(f"needs {needed / 2**30:.1f} GiB of free GPU memory, got {free / 2**30:.1f}")
-
-
-@pytest.fixture
-def far_memory(device):
-    needed = 2 * (2 * FAR + 2**24)
-    require_free(needed, device)
-    yield torch.empty(needed // 2, dtype=torch.bfloat16, device=device)
-    torch.cuda.empty_cache()
-
-
 @pytest.mark.parametrize("head_dim", [128, 256])
 @pytest.mark.parametrize("dim", range(3))
-def test_offsets_past_32_bits(dim, head_dim, far_memory, device):
+def test_offsets_past_32_bits(dim, head_dim, far_apart, device):
     """Three batches (or rows, or heads) 2^31 elements apart: the last offset does not fit in 32 bits, signed or not."""
     sizes = {0: {"batch": 3}, 1: {"seqlen_q": 3, "seqlen_k": 3}, 2: {"heads": 3, "heads_k": 3}}[dim]
     case = replace(SMALL, head_dim=head_dim, head_dim_v=head_dim, **sizes)
-
-    def carved(x, place):
-        strides = list(torch.empty(x.shape, device="meta").stride())
-        strides[dim] = FAR
-        return far_memory.as_strided(x.shape, strides, place * 2**21)
-
-    check_all(*(carved(x, place).copy_(x) for place, x in enumerate(tensors_of(case, device))))
+    check_all(*(far_apart(x, dim, place) for place, x in enumerate(tensors_of(case, device))))
 
 
 def test_one_contiguous_tensor_past_32_bits(device):
     """65,600 sequences of 256 rows of 128: more than 2^31 elements in q, dO, every gradient and float32 workspace."""
     batch = 65_600
-    require_free(40 * 2**30, device)
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info(device)
+    if free < 40 * 2**30:
+        pytest.skip(f"needs 40 GiB of free GPU memory, got {free / 2**30:.1f}")
     q, dout = drawn_on(device, 2, batch, 256, 1, 128)
     assert q.numel() > 2**31
     gradients = run(q, q, q, dout=dout, causal=True)
