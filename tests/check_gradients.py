@@ -25,8 +25,8 @@ from hopper_fa3.band import Band
 from hopper_fa3.reference import standard
 
 NAN_BITS = 0x7FFF  # NaN in bfloat16 and float16, and in float32 twice in a row
-SPOILED = 2**29
-NOTHING = MappingProxyType({})
+SPOILED = 2**29  # elements of q, k and v together: a few GiB of NaN
+NOTHING = MappingProxyType({})  # a default that nobody can change
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # a kernel may take this for a scale of 0
 
 
