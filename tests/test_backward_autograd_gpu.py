@@ -94,7 +94,7 @@ def test_a_second_derivative_is_refused(device):
     *_, leaves = prepared(SMALL, device)
     loss = flash_attn_func(*leaves).float().square().sum()
     gradients = torch.autograd.grad(loss, leaves, create_graph=True)
-    with pytest.raises(RuntimeError, match=r"twice|once_differentiable"):
+    with pytest.raises(RuntimeError, match=r"twice|once"):
         sum(x.float().square().sum() for x in gradients).backward()
 
 
