@@ -90,6 +90,8 @@ def drawn_on(device, *shape, dtype=torch.bfloat16):
     return torch.randn(shape, device=device, dtype=dtype, generator=generator)
 
 
+FAR = 2**31 + 64  # elements: twice that is an offset that 32 bits do not hold, signed or not
+
 SMALL = Case(batch=2, seqlen_q=113, seqlen_k=255, heads=2, heads_k=1, head_dim=128, head_dim_v=128)
 
 # All dims of the list share the compiled kernels of their tile classes: 5 classes x (dense, causal) in bfloat16.
@@ -100,6 +102,12 @@ UNEVEN_DIMS = (
     (128, 248, True),
 )  # fmt: skip
 HALF_DIMS = ((64, 64, True), (80, 80, False), (128, 128, True), (192, 128, False), (256, 256, True))
+# Of the backward, whose kernels take longer to compile: two different classes under one mask, fewer in float16.
+BACKWARD_UNEVEN_DIMS = (
+    (64, 128, True), (128, 64, False), (96, 128, True), (192, 128, True), (192, 128, False), (256, 64, False),
+    (64, 256, True),
+)  # fmt: skip
+BACKWARD_HALF_DIMS = ((64, 64, True), (128, 128, True), (192, 128, False), (256, 256, True))
 
 LENGTHS = (
     (0, 64), (64, 0), (0, 0), (1, 1), (1, 63), (63, 1), (1, 4096), (64, 64), (63, 64), (64, 113), (113, 64),
@@ -118,10 +126,10 @@ def _lengths():
     ]  # fmt: skip
 
 
-def _head_dims():
+def _head_dims(uneven, half):
     asked = [(d, d, causal, "bfloat16") for d in HEAD_DIMS for causal in MASKS]
-    asked += [(d, d_v, causal, "bfloat16") for d, d_v, causal in UNEVEN_DIMS]
-    asked += [(d, d_v, causal, "float16") for d, d_v, causal in HALF_DIMS]
+    asked += [(d, d_v, causal, "bfloat16") for d, d_v, causal in uneven]
+    asked += [(d, d_v, causal, "float16") for d, d_v, causal in half]
     return [
         replace(SMALL, seqlen_q=q, seqlen_k=k, head_dim=d, head_dim_v=d_v, causal=causal, dtype=dtype)
         for d, d_v, causal, dtype in asked for q, k in DIM_LENGTHS
@@ -152,4 +160,6 @@ def _many_tiles():
     ]  # fmt: skip
 
 
-FORWARD = tuple(_lengths() + _head_dims() + _groups() + _right_bounds() + _many_tiles())
+_SHARED = _lengths() + _groups() + _right_bounds() + _many_tiles()
+FORWARD = tuple(_head_dims(UNEVEN_DIMS, HALF_DIMS) + _SHARED)
+BACKWARD = tuple(_head_dims(BACKWARD_UNEVEN_DIMS, BACKWARD_HALF_DIMS) + _SHARED)

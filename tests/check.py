@@ -54,15 +54,15 @@ def compare(out, lse, q, k, v, *, softmax_scale=None, causal=False, window_size=
     left, right = bounds(causal, window_size)
     true, true_lse = standard(q, k, v, softmax_scale=scale, left=left, right=right, compute_dtype=torch.float32)
     same, _ = standard(q, k, v, softmax_scale=scale, left=left, right=right)
-    _same_places("out", out, true)
-    _same_places("LSE", lse, true_lse)
+    same_places("out", out, true)
+    same_places("LSE", lse, true_lse)
 
     sees_no_key = (true_lse == -math.inf).transpose(1, 2)[..., None] & ~true.isnan()
     assert not out.masked_fill(~sees_no_key, 0).any(), "out: a row that sees no key must be exactly 0"
-    yardstick = _largest(same.float() - true, (1, 3))
-    rounding = _largest(true.to(out.dtype).float() - true, (1, 3))
-    _within("out", _largest(out.float() - true, (1, 3)), 2 * yardstick + rounding)
-    _within("LSE", _largest(lse - true_lse, (2,)), lse_bound(q, k, true_lse, scale))
+    yardstick = largest(same.float() - true, (1, 3))
+    rounding = largest(true.to(out.dtype).float() - true, (1, 3))
+    _within("out", largest(out.float() - true, (1, 3)), 2 * yardstick + rounding)
+    _within("LSE", largest(lse - true_lse, (2,)), lse_bound(q, k, true_lse, scale))
 
 
 def lse_bound(q, k, lse, scale):
@@ -79,19 +79,19 @@ def lse_bound(q, k, lse, scale):
     Twice the total, because the oracle errs by as much.
     """
     u, head_dim, seqlen_k, group = 2.0**-24, q.shape[-1], k.shape[1], q.shape[2] // k.shape[2]
-    norm_q = _largest(torch.linalg.vector_norm(q.float(), dim=-1), (1,))
-    norm_k = _largest(torch.linalg.vector_norm(k.float(), dim=-1), (1,)).repeat_interleave(group, dim=1)
+    norm_q = largest(torch.linalg.vector_norm(q.float(), dim=-1), (1,))
+    norm_k = largest(torch.linalg.vector_norm(k.float(), dim=-1), (1,)).repeat_interleave(group, dim=1)
     scores = (head_dim + 8) * 2 * u * abs(scale) * norm_q * norm_k
-    return 2 * (scores + (seqlen_k + 16) * u + 4 * u * _largest(lse, (2,)))
+    return 2 * (scores + (seqlen_k + 16) * u + 4 * u * largest(lse, (2,)))
 
 
-def _largest(x, dims):
+def largest(x, dims):
     """Maximum norm over dims of the finite entries: the places of the others are compared on their own."""
     finite = x.abs().masked_fill(~x.isfinite(), 0)
     return finite.amax(dims) if x.numel() else finite.sum(dims)
 
 
-def _same_places(what, ours, true):
+def same_places(what, ours, true):
     for kind, here, there in (
         ("NaN", ours.isnan(), true.isnan()),
         ("+inf", ours == math.inf, true == math.inf),

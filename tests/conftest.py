@@ -85,3 +85,28 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def far_apart(device):
+    """A function ``(x, dim, place)``: a copy of x whose entries along ``dim`` lie FAR elements apart, the last of three
+    past what 32 bits hold. Each tensor has a place of its own: 0, 1, 2, ...
+    """
+    import torch
+    from cases import FAR
+
+    needed = 2 * (2 * FAR + 2**24)
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info(device)
+    if free < needed + 2**30:
+        pytest.skip(f"needs {needed / 2**30:.1f} GiB of free GPU memory, got {free / 2**30:.1f}")
+    memory = [torch.empty(needed // 2, dtype=torch.bfloat16, device=device)]
+
+    def carved(x, dim, place):
+        strides = list(torch.empty(x.shape, device="meta").stride())
+        strides[dim] = FAR
+        return memory[0].as_strided(x.shape, strides, place * 2**21).copy_(x)
+
+    yield carved
+    memory.clear()
+    torch.cuda.empty_cache()

@@ -1,20 +1,22 @@
-"""Run by test_sanitizer_gpu.py under compute-sanitizer: one small launch of every tile class, dense and causal.
+"""Run by test_sanitizer_gpu.py under compute-sanitizer: small launches of the tile classes, dense and causal.
 
-Inputs are drawn, and results compared, on the CPU: the kernels under test are nearly all that the tool has to watch.
-Argument "plant" writes past the end of an allocation instead, which a tool that works must report.
+Argument "forward" or "backward" says which kernels. Inputs are drawn, and results compared, on the CPU: the kernels
+under test are nearly all that the tool has to watch. Argument "plant" writes past the end of an allocation instead,
+which a tool that works must report.
 """
 
 import sys
 
+import check
+import check_gradients
 import torch
 from cases import Case
-from check import compare, run
 
 from hopper_fa3.plan import Plan
 
 # Ragged ends in both lengths, several K/V blocks, GQA; head dims that fill their tile class and head dims that do not.
 # With each its plan; None: the chosen one.
-CASES = [
+FORWARD = [
     (Case(1, 150, 201, 2, 1, head_dim, head_dim_v, causal=causal, dtype=dtype), given)
     for head_dim, head_dim_v, dtype, given in (
         (56, 56, "bfloat16", None), (96, 96, "float16", None), (128, 128, "bfloat16", None),
@@ -22,6 +24,16 @@ CASES = [
         (96, 96, "bfloat16", Plan(192, 144, shared_p=True)), (128, 128, "float16", Plan(128, 128)),
     )
     for causal in (False, True)
+]  # fmt: skip
+
+# With each whether it must be deterministic.
+BACKWARD = [
+    (Case(1, 150, 201, 2, 1, head_dim, head_dim_v, causal=causal, dtype=dtype), deterministic)
+    for head_dim, head_dim_v, dtype, causal, deterministic in (
+        (64, 64, "bfloat16", True, False), (80, 80, "float16", False, False), (128, 128, "bfloat16", False, False),
+        (128, 128, "bfloat16", True, True), (136, 136, "bfloat16", False, True), (192, 128, "bfloat16", True, False),
+        (256, 256, "bfloat16", True, False),
+    )
 ]  # fmt: skip
 
 
@@ -46,18 +58,38 @@ class Longer:
         }
 
 
-def main():
-    if sys.argv[1:] == ["plant"]:
-        torch.as_tensor(Longer(torch.zeros(1000, device="cuda"), 4096), device="cuda").fill_(1)
-        torch.cuda.synchronize()
-        return
-    one_cta = torch.cuda.get_device_properties(0).multi_processor_count - 1
-    for case, given in CASES:
+def forward(one_cta):
+    for case, given in FORWARD:
         inputs = growing(*case.inputs())
-        # One CTA computes all tiles, one after the other: buffers, barriers and the tile queue are used again and again
-        out, lse = run(*(x.cuda() for x in inputs), **case.options, plan=given, sm_margin=one_cta)
-        compare(out.cpu(), lse.cpu(), *inputs, **case.options)
+        out, lse = check.run(*(x.cuda() for x in inputs), **case.options, plan=given, sm_margin=one_cta)
+        check.compare(out.cpu(), lse.cpu(), *inputs, **case.options)
         print("right:", case.name, flush=True)
+
+
+def backward(one_cta):
+    for case, deterministic in BACKWARD:
+        inputs = case.inputs()
+        arrived = dict(zip(("dout", "dlse"), check_gradients.arriving(inputs[0], inputs[2]), strict=True))
+        on_gpu = {name: x.cuda() for name, x in arrived.items()}
+        how = {"deterministic": deterministic, "sm_margin": one_cta}
+        gradients = check_gradients.run(*(x.cuda() for x in inputs), **on_gpu, **case.options, **how)
+        check_gradients.compare([x.cpu() for x in gradients], *inputs, **arrived, **case.options)
+        print("right:", case.name, flush=True)
+
+
+def plant():
+    torch.as_tensor(Longer(torch.zeros(1000, device="cuda"), 4096), device="cuda").fill_(1)
+    torch.cuda.synchronize()
+
+
+def main():
+    (what,) = sys.argv[1:]
+    if what == "plant":
+        plant()
+        return
+    # One CTA computes all tiles, one after the other: buffers, barriers and the tile queue are used again and again
+    one_cta = torch.cuda.get_device_properties(0).multi_processor_count - 1
+    {"forward": forward, "backward": backward}[what](one_cta)
 
 
 if __name__ == "__main__":

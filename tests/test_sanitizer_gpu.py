@@ -9,11 +9,13 @@ import time
 from pathlib import Path
 
 import pytest
-from sanitizer_target import CASES
+from sanitizer_target import BACKWARD, FORWARD
 
 FOUND = 9  # exit status of the tool when it has found something
-LIMIT = 150  # seconds
-RUNS = {"memcheck": (), "racecheck": (), "synccheck": (), "planted": ("plant",)}
+LIMIT = 240  # seconds
+TOOLS = ("memcheck", "racecheck", "synccheck")
+LAUNCHES = {"forward": len(FORWARD), "backward": len(BACKWARD)}
+RUNS = [(tool, what) for tool in TOOLS for what in LAUNCHES] + [("memcheck", "plant")]
 CLEAN = re.compile(r"ERROR SUMMARY: 0 errors|RACECHECK SUMMARY: 0 hazards")
 
 pytestmark = [pytest.mark.gpu(limit=LIMIT + 30), pytest.mark.sanitizer]
@@ -29,20 +31,19 @@ def sanitizer_runs(tmp_path_factory):
     # Without torch's caching allocator every tensor is an allocation of its own, whose ends memcheck knows.
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     logs, processes = tmp_path_factory.mktemp("sanitizer"), {}
-    for name, arguments in RUNS.items():
-        checker = "memcheck" if name == "planted" else name
+    for checker, what in RUNS:
         options = ["--tool", checker, "--error-exitcode", str(FOUND), "--print-limit", "5"]
-        command = [tool, *options, sys.executable, target, *arguments]
-        with open(logs / name, "w") as log:
-            processes[name] = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+        command = [tool, *options, sys.executable, target, what]
+        with open(logs / f"{checker}-{what}", "w") as log:
+            processes[checker, what] = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
     started = time.monotonic()
 
-    def result(name):
+    def result(checker, what):
         try:
-            status = processes[name].wait(timeout=max(1, LIMIT - (time.monotonic() - started)))
+            status = processes[checker, what].wait(timeout=max(1, LIMIT - (time.monotonic() - started)))
         except subprocess.TimeoutExpired:
             status = f"no end within {LIMIT} s"
-        return status, (logs / name).read_text()
+        return status, (logs / f"{checker}-{what}").read_text()
 
     yield result
     for process in processes.values():
@@ -50,13 +51,14 @@ def sanitizer_runs(tmp_path_factory):
         process.wait()
 
 
-@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck"])
-def test_no_error_is_found(tool, sanitizer_runs):
-    status, log = sanitizer_runs(tool)
+@pytest.mark.parametrize("what", LAUNCHES)
+@pytest.mark.parametrize("tool", TOOLS)
+def test_no_error_is_found(tool, what, sanitizer_runs):
+    status, log = sanitizer_runs(tool, what)
     assert status == 0, f"{tool}: {status}\n{log[-6000:]}"
-    assert CLEAN.search(log) and log.count("right: ") == len(CASES), log[-6000:]
+    assert CLEAN.search(log) and log.count("right: ") == LAUNCHES[what], log[-6000:]
 
 
 def test_memcheck_finds_a_planted_write_past_the_end(sanitizer_runs):
-    status, log = sanitizer_runs("planted")
+    status, log = sanitizer_runs("memcheck", "plant")
     assert status == FOUND and "Invalid __global__ write" in log, f"{status}\n{log[-6000:]}"
