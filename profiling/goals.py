@@ -90,5 +90,5 @@ def _count(reached, beside):
         return []
     counts = {word: list(reached.values()).count(word) for word in ("goal", "least", "neither")}
     below = [f"{beside[key][1]}: {beside[key][0]:.3f}" for key, word in reached.items() if word == "neither"]
-    text = f"{SOURCE}: {counts['goal']} of {len(reached)} cells meet the goal, {counts['least']} the least, "
-    return [f"- {text}{counts['neither']} neither" + (f" ({'; '.join(below)})" if below else "")]
+    text = f"{counts['goal']} of {len(reached)} cells meet the goal, {counts['least']} only the least"
+    return [f"- {SOURCE}, unrounded: {text}, {counts['neither']} neither" + (f" ({'; '.join(below)})" if below else "")]

@@ -237,6 +237,12 @@ def test_a_peer_refuses_with_the_reason_that_torch_warns_of():
     assert why == "No available kernel. Aborting execution. head dims differ, got 192 and 128."
 
 
+def test_torch_says_why_a_backend_is_no_choice():
+    q, v = torch.empty(1, 24, 2, 16), torch.empty(1, 24, 2, 8)
+    why = peers.refusal(peers.PEERS["flash"].public(q, q, v, False))
+    assert why.startswith("No available kernel.") and "same last dimension" in why and "Triggered" not in why
+
+
 def test_warnings_of_what_runs_are_passed_on_once():
     text = "about something else, once"
     with pytest.warns(UserWarning, match=text) as heard:

@@ -1,5 +1,6 @@
 """The benchmark's gradients: which cells, what one launch is, deterministic ones, and what a wrong one brings."""
 
+import functools
 import sys
 from pathlib import Path
 
@@ -7,9 +8,12 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "profiling"))
+import bench
 import peers
 import suites
-from bench_runs import cases_of, on_a_cpu, small_tensors
+import tables
+from bench_runs import FakeClock, cases_of, on_a_cpu, small_tensors
+from timing import Launch
 
 
 def test_the_backward_has_shapes_of_its_own():
@@ -71,6 +75,39 @@ def test_ours_takes_part_in_the_backward_also_deterministic(monkeypatch):
     assert mine["training"].teraflops / mine["autograd"].teraflops == pytest.approx(3.5 / 2.5)
     assert run.measured(case).startswith("D 64 length 2048 dense: ours ")  # of training, the last
     assert "x best SDPA" in run.measured(case)
+
+
+def test_one_run_measures_gradients_deterministic_ones_and_training(monkeypatch, tmp_path):
+    """All of a run but the GPU: two suites in the same cells, one table a kind, one file."""
+    nothing = Launch(lambda: None)
+    facts = {"gpu": "some GPU", "date": "2026-11-30 01:00 UTC", "commit": "abc"}
+    monkeypatch.setattr(bench, "EventClock", FakeClock)
+    monkeypatch.setattr(bench, "HostClock", lambda synchronize: FakeClock())
+    monkeypatch.setattr(bench, "Inputs", functools.partial(suites.Inputs, device="cpu"))
+    monkeypatch.setattr(bench, "ceilings", lambda: {"matmul": nothing, "copy": nothing})
+    monkeypatch.setattr(bench.environment, "obstacle", lambda verb, folder: None)
+    monkeypatch.setattr(bench.environment, "describe", lambda versions, commit: facts)
+    words = ["--suite", "backward,training", "--deterministic", "--host", "--peers", "math,standard", "--rounds", "1",
+             "--head-dims", "16", "--seqlens", "32", "--tokens", "64", "--width", "32", "--causal", "yes",
+             "--others", "d16_8-s32-b1-h4_2"]  # fmt: skip
+    assert bench.main([*words, "--out", str(tmp_path)]) == 0
+    found, rows = tables.read(tmp_path / "backward-some-gpu-2026-11-30.json")
+    assert (found["suite"], found["others"], found["left out"]) == ("backward,training", "d16_8-s32-b1-h4_2", "nothing")
+    names = ["ours", "math", "standard"]
+    expected = {
+        "host": names,
+        "autograd": [*names, "matmul"],
+        "deterministic": ["ours"],
+        "training": [*names, "matmul"],
+    }
+    for other in (False, True):
+        kinds = {}
+        for row in rows:
+            if row.other == other:
+                kinds.setdefault(row.kind, []).append(row.name)
+        assert kinds == {kind: names for kind, names in expected.items() if kind != "host" or not other}
+    text = (tmp_path / "backward-some-gpu-2026-11-30.md").read_text()
+    assert "| 16/8 | 4/2 | bf16 | 32 | causal |" in text and "| math |" in text.split("### training")[1]
 
 
 def test_gradients_that_are_wrong_only_when_deterministic_are_found(monkeypatch):
