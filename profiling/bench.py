@@ -21,7 +21,7 @@ from peers import PEERS, REFUSALS, refusal
 from peers import versions as peer_versions
 from progress import Progress, say
 from selection import TOKENS, WIDTH
-from suites import OURS, SHORT, SUITES, Inputs, apart, ceiling_facts, ceiling_rates, ceilings, other_cases, shapes
+from suites import OURS, SUITES, Inputs, apart, ceiling_facts, ceiling_rates, ceilings, other_cases, shapes
 from timing import EventClock, HostClock, Launch, interleaved
 
 from hopper_fa3.kernels.config import SHORT_DTYPES
@@ -72,7 +72,7 @@ def parser():
     )
     root.add_argument("--peers", default=",".join(PEERS), help="of %(default)s")
     root.add_argument("--rounds", type=int, default=7)
-    root.add_argument("--graph", action="store_true", help=f"also replay CUDA graphs (first suite; forward: {SHORT})")
+    root.add_argument("--graph", action="store_true", help="also replay CUDA graphs of the first suite's short cells")
     root.add_argument("--host", action="store_true", help="also time the host side of warm calls (first suite)")
     root.add_argument("--budget", type=float, default=270, help="seconds: rounds get shorter, then cells are left out")
     tables.output_options(root)

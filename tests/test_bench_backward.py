@@ -12,7 +12,7 @@ import bench
 import peers
 import suites
 import tables
-from bench_runs import FakeClock, cases_of, on_a_cpu, small_tensors
+from bench_runs import FakeClock, cases_of, on_a_cpu, run_of, small_tensors
 from timing import Launch
 
 
@@ -108,6 +108,14 @@ def test_one_run_measures_gradients_deterministic_ones_and_training(monkeypatch,
         assert kinds == {kind: names for kind, names in expected.items() if kind != "host" or not other}
     text = (tmp_path / "backward-some-gpu-2026-11-30.md").read_text()
     assert "| 16/8 | 4/2 | bf16 | 32 | causal |" in text and "| math |" in text.split("### training")[1]
+
+
+def test_graphs_are_replayed_where_they_are_short():
+    run = run_of("--suite", "backward,training", "--graph")
+    backward, training = run.suites
+    assert [case.seqlen_k for case in run.suite.cases(run.options)[:3] if run.replays(backward, case)] == [2048]
+    assert not any(run.replays(training, case) for case in run.suite.cases(run.options))
+    assert not any(run_of("--suite", "backward").replays(backward, case) for case in cases_of("--suite", "backward"))
 
 
 def test_gradients_that_are_wrong_only_when_deterministic_are_found(monkeypatch):
