@@ -20,6 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 MATH_BYTES = 4 * 2**30  # the math backend keeps every score: only where those fit easily
 # Of the 16-bit scores; the softmax beside them needs as much again, a backward four times. 16 GiB: 32 heads at 16384.
 STANDARD_GIB = 16
+NO_BACKEND = ("No available kernel", "No viable backend")  # how torch's errors begin whose reasons are its warnings
 REFUSALS = Exception  # a peer's compiler raises errors of classes of its own
 
 
@@ -109,7 +110,8 @@ def refusal(launch, errors=REFUSALS):
         for warning in heard:
             pass_on(str(warning.message), warning.category, warning.filename, warning.lineno)
         return None
-    return " ".join([why, *_reasons(str(warning.message) for warning in heard)][:2])
+    reasons = _reasons(str(warning.message) for warning in heard) if why.startswith(NO_BACKEND) else ()
+    return " ".join([why, *reasons][:2])
 
 
 @functools.cache  # each once: a benchmark asks in every cell

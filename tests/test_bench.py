@@ -237,6 +237,14 @@ def test_a_peer_refuses_with_the_reason_that_torch_warns_of():
     assert why == "No available kernel. Aborting execution. head dims differ, got 192 and 128."
 
 
+def test_other_refusals_are_their_own_reason():
+    def call():
+        warnings.warn("something is deprecated", stacklevel=1)
+        raise ValueError("head_dim 72 is not for me")
+
+    assert peers.refusal(Launch(call)) == "head_dim 72 is not for me"
+
+
 def test_torch_says_why_a_backend_is_no_choice():
     q, v = torch.empty(1, 24, 2, 16), torch.empty(1, 24, 2, 8)
     why = peers.refusal(peers.PEERS["flash"].public(q, q, v, False))
