@@ -1,11 +1,12 @@
 """`make bench`: our attention beside PyTorch's backends, FlashAttention-4 and the machine's ceilings, on random data.
 
-Three suites: the forward, the backward, and decoding (one query a head). Every cell (head dim, length, mask) times all
-of them in interleaved rounds. ``--others`` adds cells beside the grid: head dims 80, 96, 192 and 192/128, grouped
-heads and fp16 (suites.OTHERS). Kinds of rows: "kernel" (events over many launches of the shortest way to each kernel),
-"public" (the same through the functions that people call), "autograd" (the same for torch.autograd.grad over a kept
-graph), "graph" (replayed launches, for short problems whose host time would hide the kernel) and "host" (the time that
-a warm call spends on the host).
+Four suites: the forward, the backward, training (a forward and its backward in one launch) and decoding (one query a
+head). Every cell (head dim, length, mask) times all of them in interleaved rounds. ``--others`` adds cells beside the
+grid: other head dims, grouped heads, for the forward fp16 (suites.OTHERS, BACKWARD_OTHERS). Kinds of rows: "kernel"
+(events over many launches of the shortest way to each kernel), "public" (the same through the functions that people
+call), "autograd" (the same for torch.autograd.grad over a kept graph), "deterministic" (that with gradients that are
+bit-equal each time), "training" (forward, then torch.autograd.grad), "graph" (replayed launches, for short problems
+whose host time would hide the kernel) and "host" (the time that a warm call spends on the host).
 """
 
 import argparse
@@ -20,7 +21,7 @@ from peers import PEERS, REFUSALS, refusal
 from peers import versions as peer_versions
 from progress import Progress, say
 from selection import TOKENS, WIDTH
-from suites import OTHERS, OURS, SHORT, SUITES, Inputs, apart, ceiling_facts, ceiling_rates, ceilings, other_cases
+from suites import OURS, SUITES, Inputs, apart, ceiling_facts, ceiling_rates, ceilings, other_cases, shapes
 from timing import EventClock, HostClock, Launch, interleaved
 
 from hopper_fa3.kernels.config import SHORT_DTYPES
@@ -28,6 +29,8 @@ from hopper_fa3.kernels.config import SHORT_DTYPES
 HOST_SECONDS = 0.005
 LONGEST_ROUND, SHORTEST_ROUND = 0.04, 0.004  # seconds a callable gets in one round
 AGREEMENT = 0.02  # of the largest output: two bf16 kernels differ by their rounding, far less than this
+COMPARED = "deterministic"  # of this kind outputs are compared as well as of a suite's first
+UNBOUND = ("public", COMPARED)  # kinds without the ceiling: it shares their rounds in the suite's first kind
 SHAPES = ("head_dims", "seqlens", "causal", "tokens", "width", "group", "others")  # options that decoding does not take
 
 
@@ -35,24 +38,42 @@ def numbers(text):
     return [int(word) for word in text.split(",")]
 
 
+def words(text):
+    return list(dict.fromkeys(text.split(",")))
+
+
 def parser():
     root = argparse.ArgumentParser(prog="make bench ARGS=...", description=__doc__.splitlines()[0])
-    root.add_argument("--suite", choices=SUITES, default="forward")
-    root.add_argument("--head-dims", type=numbers, default=[64, 128, 256], metavar="D,...")
-    root.add_argument("--seqlens", type=numbers, default=[512, 1024, 2048, 4096, 8192, 16384], metavar="S,...")
+    root.add_argument(
+        "--suite",
+        type=words,
+        default=["forward"],
+        metavar="NAME,...",
+        help=f"of {', '.join(SUITES)}; backward,training: both in each cell of the first (default: forward)",
+    )
+    own = "(default: the suite's own)"
+    root.add_argument("--head-dims", type=numbers, metavar="D,...", help=own)
+    root.add_argument("--seqlens", type=numbers, metavar="S,...", help=own)
     root.add_argument("--causal", choices=("both", "yes", "no"), default="both")
     root.add_argument("--tokens", type=int, default=TOKENS, help="batch * length (default: %(default)s)")
     root.add_argument("--width", type=int, default=WIDTH, help="heads * head_dim (default: %(default)s)")
     root.add_argument("--group", type=int, default=1, help="query heads per K/V head (default: %(default)s)")
     root.add_argument(
         "--others",
-        action="store_true",
-        help="after the grid also: head dims 80, 96, 192 and 192/128, 32/4 heads, and head_dim 128 in fp16",
+        type=words,
+        nargs="?",
+        const=[],
+        metavar="CASE,...",
+        help="after the grid also these, as in d192_128-s4096-h16, each dense and causal; without words the suite's: "
+        "other head dims, 32/4 heads, for the forward fp16",
+    )
+    root.add_argument(
+        "--deterministic", action="store_true", help="also gradients that are bit-equal each time (backward)"
     )
     root.add_argument("--peers", default=",".join(PEERS), help="of %(default)s")
     root.add_argument("--rounds", type=int, default=7)
-    root.add_argument("--graph", action="store_true", help=f"also replay CUDA graphs: lengths {SHORT}, all of decode")
-    root.add_argument("--host", action="store_true", help="also time the host side of warm calls")
+    root.add_argument("--graph", action="store_true", help="also replay CUDA graphs of the first suite's short cells")
+    root.add_argument("--host", action="store_true", help="also time the host side of warm calls (first suite)")
     root.add_argument("--budget", type=float, default=270, help="seconds: rounds get shorter, then cells are left out")
     tables.output_options(root)
     return root
@@ -60,19 +81,36 @@ def parser():
 
 def wrong(options):
     """What is wrong with the options, or None."""
-    unknown = set(options.peers.split(",")) - set(PEERS) - {""}
-    if unknown:
-        return f"bench knows the peers {', '.join(PEERS)}, got {', '.join(sorted(unknown))}"
+    for what, names, known in (("peers", words(options.peers), PEERS), ("suites", options.suite, SUITES)):
+        unknown = set(names) - set(known) - ({""} if known is PEERS else set())
+        if unknown:
+            return f"bench knows the {what} {', '.join(known)}, got {', '.join(sorted(unknown))}"
+    if options.rounds < 1:
+        return "bench needs --rounds of at least 1"
+    suites = [SUITES[name] for name in options.suite]
+    if options.deterministic and not suites[0].deterministic:
+        return f"only the backward suite has deterministic gradients of its own, got --suite {suites[0].name}"
+    if all(suite.shapes for suite in suites):
+        return wrong_shapes(options)
     set_here = [name for name in SHAPES if getattr(options, name) != parser().get_default(name)]
-    if options.suite == "decode" and set_here:
-        words = ", ".join(f"--{name.replace('_', '-')}" for name in set_here)
-        return f"the decode suite has shapes of its own, got {words}"
-    if min(options.rounds, options.group, *options.head_dims, *options.seqlens) < 1:
-        return "bench needs --rounds, --group, --head-dims and --seqlens of at least 1"
-    if options.tokens < max(options.seqlens) or options.width < options.group * max(options.head_dims):
+    if len(suites) > 1 or set_here:
+        given = ", ".join(f"--{name.replace('_', '-')}" for name in set_here) or f"--suite {','.join(options.suite)}"
+        return f"the decode suite has shapes of its own, got {given}"
+    return None
+
+
+def wrong_shapes(options):
+    head_dims, seqlens, _ = shapes(options)
+    if min(options.group, *head_dims, *seqlens) < 1:
+        return "bench needs --group, --head-dims and --seqlens of at least 1"
+    if options.tokens < max(seqlens) or options.width < options.group * max(head_dims):
         return (
             "bench needs --tokens for the longest of --seqlens, --width for --group heads of the largest of --head-dims"
         )
+    try:
+        other_cases(options)
+    except ValueError as error:
+        return f"bench --others: {error}"
     return None
 
 
@@ -90,9 +128,11 @@ class Bench:
 
     def __init__(self, options, peers, clocks, progress):
         self.options, self.clocks, self.progress = options, clocks, progress
-        self.suite, self.entrants = SUITES[options.suite], [OURS, *peers]
+        self.suites, self.entrants = [SUITES[name] for name in options.suite], [OURS, *peers]
+        self.suite = self.suites[0]  # the others take part in its cells
         self.started = time.monotonic()
         self.rows, self.disagreements = [], []
+        self.fresh = 0  # rows before the last cell's
         self.others = frozenset(other_cases(options))
         self.refusals = {}  # (entrant, why) -> None: said once, in order
         self.ceiling = None
@@ -129,50 +169,59 @@ class Bench:
             self.progress.note(f"  where it does not run, without {name}: {why}")
         return {} if why else found
 
-    def cell(self, case, inputs, cells_left):
-        """Measure one case in every kind of row."""
-        tensors = (*inputs.views(case), case.causal)
-        launches = {}  # all kinds share the rounds: (kind, name) -> Launch
-        for entrant in self.entrants:
-            found = self.made(entrant, tensors, self.suite.kinds)
-            if found and self.replays(case):
-                found |= self.made(entrant, tensors, lambda *asked: {"graph": self.suite.replay(*asked)}, ", graph")
-            launches |= {(kind, entrant.name): one for kind, one in found.items()}
+    def cell(self, case, inputs, cells_left, suite=None):
+        """Measure one case in every kind of row of a suite (of the first where none is named)."""
+        suite, self.fresh = suite or self.suite, len(self.rows)
+        launches = self.launches(suite, case, (*inputs.views(case), case.causal))
         if not launches:
             return
         kinds = list(dict.fromkeys(kind for kind, _ in launches))
         launches = {key: launches[key] for kind in kinds for key in launches if key[0] == kind}
-        self.compare(case, {name: one for (kind, name), one in launches.items() if kind == kinds[0]})
-        launches |= {(kind, self.suite.ceiling): self.ceiling for kind in kinds if kind != "public"}
+        for kind in (kinds[0], COMPARED):
+            self.compare(case, kind, {name: one for (made, name), one in launches.items() if made == kind})
+        launches |= {(kind, suite.ceiling): self.ceiling for kind in kinds if kind not in UNBOUND}
         seconds = pace(self.left(), cells_left, len(launches), self.options.rounds)
         start = time.monotonic()
         times = interleaved(launches, EventClock(), rounds=self.options.rounds, seconds_per_round=seconds)
-        self.record(case, times, self.clocks.since(start))
+        self.record(suite, case, times, self.clocks.since(start))
 
-    def replays(self, case):
-        lengths = self.suite.replayed
-        return self.options.graph and (lengths is None or case.seqlen_k in lengths)
+    def launches(self, suite, case, tensors):
+        """(kind, name) -> Launch: all that shares a cell's rounds."""
+        found = {}
+        for entrant in self.entrants:
+            mine = self.made(entrant, tensors, suite.kinds)
+            if mine and self.replays(suite, case):
+                mine |= self.made(entrant, tensors, lambda *asked: {"graph": suite.replay(*asked)}, ", graph")
+            if mine and self.options.deterministic and suite.deterministic and entrant.deterministic:
+                mine |= self.made(entrant, tensors, suite.deterministic, ", deterministic")
+            found |= {(kind, entrant.name): one for kind, one in mine.items()}
+        return found
 
-    def compare(self, case, launches):
+    def replays(self, suite, case):
+        asked = self.options.graph and suite is self.suite
+        return asked and (suite.replayed is None or case.seqlen_k in suite.replayed)
+
+    def compare(self, case, kind, launches):
         """Remember a case whose outputs differ: a fast wrong kernel must not look like a result."""
         others = [name for name in launches if name != "ours"]
         if "ours" not in launches or not others:
             return
         found = apart(launches["ours"], launches[others[0]])
         if not found <= AGREEMENT:  # NaN included
-            self.disagreements.append(f"{case.name}: ours differs from {others[0]} by {found:.3g} of its largest value")
+            words = f"ours differs from {others[0]} by {found:.3g} of its largest value"
+            self.disagreements.append(f"{case.name}, {kind}: {words}")
 
-    def record(self, case, times, clock):
+    def record(self, suite, case, times, clock):
         for (kind, name), timing in times.items():
             seconds = timing.median
-            rates = ceiling_rates(name, seconds) if name == self.suite.ceiling else self.suite.rates(case, seconds)
+            rates = ceiling_rates(name, seconds) if name == suite.ceiling else suite.rates(case, seconds)
             flops, bandwidth = (None, None) if kind == "host" else rates
             *shape, head_dim_v, dtype = tables.Cell.of(kind, case)
             figures = (seconds * 1e6, timing.spread, flops, *clock, bandwidth)
             self.rows.append(tables.Row(*shape, name, *figures, head_dim_v, dtype, case in self.others))
 
     def host(self, inputs):
-        """Host time of warm calls on a small problem."""
+        """Host time of warm calls on a small problem, in the first suite."""
         case = self.suite.host_case
         tensors = (*inputs.views(case), case.causal)
         launches = {}
@@ -181,12 +230,12 @@ class Bench:
             launches |= {(kind, entrant.name): one for kind, one in found.items()}
         clock = HostClock(torch.cuda.synchronize)
         times = interleaved(launches, clock, rounds=self.options.rounds, seconds_per_round=HOST_SECONDS, warm_up=20)
-        self.record(case, times, (None, None))
+        self.record(self.suite, case, times, (None, None))
 
     def measured(self, case):
-        """A case's rows of the suite's first kind, in words."""
-        shape = tables.Cell.of("", case)[1:]
-        found = [cell for key, cell in tables.cells(self.rows).items() if key.kind != "host" and key[1:] == shape]
+        """A case's rows of the kind that the last cell measured first, in words."""
+        shape, rows = tables.Cell.of("", case)[1:], self.rows[self.fresh :]
+        found = [cell for key, cell in tables.cells(rows).items() if key.kind != "host" and key[1:] == shape]
         return f"{label(case)}: {tables.summary(found[0]) if found else 'nothing runs here'}"
 
 
@@ -208,14 +257,16 @@ def measure(bench, cases):
     inputs = Inputs([*cases, bench.suite.host_case])
     if bench.options.host:
         bench.host(inputs)
-    for number, case in enumerate(cases, 1):
-        left = len(cases) - number + 1
+    cells = [(case, suite) for case in cases for suite in bench.suites]
+    for number, (case, suite) in enumerate(cells, 1):
+        left = len(cells) - number + 1
         if number > 1 and bench.left() < 0:
             progress.note(f"budget of {bench.options.budget:.0f} s is spent: {left} cells are left out")
             break
-        progress.begin(label(case))
-        bench.cell(case, inputs, left)
-        progress.end(bench.measured(case))
+        named = "" if suite is bench.suite else f"{suite.name} "
+        progress.begin(f"{named}{label(case)}")
+        bench.cell(case, inputs, left, suite)
+        progress.end(f"{named}{bench.measured(case)}")
     progress.close()
     return found
 
@@ -236,16 +287,16 @@ def available(names):
 def facts_of(options, found, left_out):
     """All that must stand beside the figures."""
     facts = environment.describe(peer_versions(), options.commit) | found
-    facts |= {"suite": options.suite, "rounds": options.rounds}
-    if options.suite != "decode":
+    facts |= {"suite": ",".join(options.suite), "rounds": options.rounds}
+    if SUITES[options.suite[0]].shapes:
         facts |= {"tokens": options.tokens, "width": options.width, "group": options.group}
-    if options.others:
-        facts["others"] = ", ".join(OTHERS)
+    if options.others is not None:
+        facts["others"] = ", ".join(shapes(options).others)
     return facts | {"left out": "; ".join(f"{name}: {why}" for name, why in left_out) or "nothing"}
 
 
-def main(words=None):
-    options = parser().parse_args(words)
+def main(arguments=None):
+    options = parser().parse_args(arguments)
     if options.source:
         return tables.redraw("bench", options, tables.markdown, plots.rates)
     folder = options.out or environment.RESULTS
@@ -253,17 +304,17 @@ def main(words=None):
     if complaint:
         say(complaint)
         return 2
-    peers, absent = available([name for name in options.peers.split(",") if name])
-    cases = SUITES[options.suite].cases(options)
+    peers, absent = available([name for name in words(options.peers) if name])
+    cases = SUITES[options.suite[0]].cases(options)
     with torch.no_grad(), environment.Clocks() as clocks:
-        bench = Bench(options, peers, clocks, Progress(len(cases)))
+        bench = Bench(options, peers, clocks, Progress(len(cases) * len(options.suite)))
         found = measure(bench, cases)
     if not any(row.kind != "host" for row in bench.rows):
         say("bench: neither ours nor a peer runs any of these cases")
         return 1
     facts = facts_of(options, found, [*absent, *bench.refusals])
     print(tables.markdown(bench.rows))
-    stem = environment.stem(options.suite, facts)
+    stem = environment.stem(options.suite[0], facts)
     for path in tables.write(folder, stem, facts, bench.rows):
         say(f"wrote {path}")
     plots.draw(folder / f"{stem}.png", plots.rates, bench.rows, facts)

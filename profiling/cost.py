@@ -5,6 +5,7 @@ from hopper_fa3.kernels.config import ELEMENT_BYTES
 MATMUL_SIZE = 8192  # the square bf16 matrix product whose speed is the practical ceiling
 COPY_BYTES = 2 * 2**30  # read and written by the bandwidth measurement: many times the L2 cache
 BACKWARD = 2.5  # FLOPs of a backward over those of its forward: five matrix products instead of two
+TRAINING = 1 + BACKWARD  # of a forward and its backward
 
 
 def matmul_flops(size=MATMUL_SIZE):
@@ -25,6 +26,11 @@ def teraflops(case, seconds):
 def backward_teraflops(case, seconds):
     """TFLOP/s of a backward pass by the usual count."""
     return BACKWARD * teraflops(case, seconds)
+
+
+def training_teraflops(case, seconds):
+    """TFLOP/s of a forward and its backward together by the usual count."""
+    return TRAINING * teraflops(case, seconds)
 
 
 def key_value_bytes(case):

@@ -8,6 +8,7 @@ run here.
 import functools
 import importlib.metadata
 import math
+import warnings
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -19,17 +20,21 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 MATH_BYTES = 4 * 2**30  # the math backend keeps every score: only where those fit easily
 # Of the 16-bit scores; the softmax beside them needs as much again, a backward four times. 16 GiB: 32 heads at 16384.
 STANDARD_GIB = 16
+NO_BACKEND = ("No available kernel", "No viable backend")  # how torch's errors begin whose reasons are its warnings
 REFUSALS = Exception  # a peer's compiler raises errors of classes of its own
 
 
 class Peer(NamedTuple):
-    """Makes Launches of (q, k, v, causal): ``kernel`` the shortest way to its kernel, ``public`` what people call."""
+    """Makes Launches of (q, k, v, causal): ``kernel`` the shortest way to its kernel, ``public`` what people call, and
+    ``deterministic`` the same where its gradients come out bit-equal each time.
+    """
 
     name: str
     missing: Callable  # () -> why it is not available, or None
     refuses: Callable  # (q, k, v, causal) -> why it cannot run these inputs, or None
     kernel: Callable
     public: Callable
+    deterministic: Callable | None = None  # None: it has no such option of a call
 
 
 def sdpa(q, k, v, causal, backend):
@@ -89,13 +94,37 @@ def too_large(q, k, v, causal):
 
 
 def refusal(launch, errors=REFUSALS):
-    """Why a backend does not take these inputs (it says so when called, by one of ``errors``), or None."""
-    try:
-        with launch.context():
-            launch.call()
-    except errors as error:
-        return (str(error).strip() or type(error).__name__).splitlines()[0]
-    return None
+    """Why a backend does not take these inputs (it says so when called, by one of ``errors``), or None.
+
+    torch says in warnings why each of its backends is no choice, and in the error only that none is left.
+    """
+    why = None
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        try:
+            with launch.context():
+                launch.call()
+        except errors as error:
+            why = (str(error).strip() or type(error).__name__).splitlines()[0]
+    if why is None:
+        for warning in heard:
+            pass_on(str(warning.message), warning.category, warning.filename, warning.lineno)
+        return None
+    reasons = _reasons(str(warning.message) for warning in heard) if why.startswith(NO_BACKEND) else ()
+    return " ".join([why, *reasons][:2])
+
+
+@functools.cache  # each once: a benchmark asks in every cell
+def pass_on(text, category, filename, line):
+    warnings.warn_explicit(text, category, filename, line)
+
+
+def _reasons(texts):
+    """What torch's warnings say against the one backend that was not switched off."""
+    for text in texts:
+        text = text.split(" (Triggered internally")[0].strip()
+        if not text.endswith("not used because:") and "runtime disabled" not in text:
+            yield text
 
 
 def flash_attention_4():
@@ -118,9 +147,9 @@ def fa4_kernel(q, k, v, causal):
     return Launch(lambda: forward(q, k, v, causal=causal, return_lse=True, out=out)[0])
 
 
-def fa4_public(q, k, v, causal):
+def fa4_public(q, k, v, causal, deterministic=False):
     function = flash_attention_4().flash_attn_func
-    return Launch(lambda: first(function(q, k, v, causal=causal)))
+    return Launch(lambda: first(function(q, k, v, causal=causal, deterministic=deterministic)))
 
 
 def xformers_missing():
@@ -165,7 +194,7 @@ def torch_peer(name, backend, refuses=square):
 PEERS = {
     peer.name: peer
     for peer in (
-        Peer("fa4", fa4_missing, never, fa4_kernel, fa4_public),
+        Peer("fa4", fa4_missing, never, fa4_kernel, fa4_public, functools.partial(fa4_public, deterministic=True)),
         torch_peer("cudnn", SDPBackend.CUDNN_ATTENTION),
         torch_peer("flash", SDPBackend.FLASH_ATTENTION),
         torch_peer("efficient", SDPBackend.EFFICIENT_ATTENTION),

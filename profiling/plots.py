@@ -30,9 +30,16 @@ STYLES = {
 }
 # The kinds of a benchmark's rows that are drawn: the first that was measured. A step of decoding may take less time
 # than its launch, which only a replayed graph hides; elsewhere graphs are replayed at a few lengths only.
-DRAWN_KINDS = {"decode": ("graph", "kernel"), "forward": ("kernel",), "backward": ("autograd",)}
+DRAWN_KINDS = {
+    "decode": ("graph", "kernel"), "forward": ("kernel",), "backward": ("autograd",), "training": ("training",)
+}  # fmt: skip
 KINDS = {"graph": "replayed CUDA graphs", "kernel": "launches one by one"}
-TITLES = {"forward": "Attention forward", "backward": "Attention backward", "decode": "Decoding: one query a head"}
+TITLES = {
+    "forward": "Attention forward",
+    "backward": "Attention backward",
+    "training": "Attention forward and backward",
+    "decode": "Decoding: one query a head",
+}
 
 
 def canvas(rows=1, columns=1, size=(9, 5), **options):
@@ -82,10 +89,15 @@ def rates(rows, facts):
     grid's are left out: they are single lengths.
     """
     rows = [row for row in rows if not row.other]
-    suite, measured = facts.get("suite", "forward"), {row.kind for row in rows}
+    suite, measured = first_suite(facts), {row.kind for row in rows}
     kind = next(kind for kind in DRAWN_KINDS[suite] if kind in measured)
     drawn = [row for row in rows if row.kind == kind]
     return decoding(drawn, facts) if suite == "decode" else lengths(drawn, facts)
+
+
+def first_suite(facts):
+    """The suite whose picture a run's is: a run may measure several in the same cells."""
+    return facts.get("suite", "forward").split(",")[0]
 
 
 def lengths(rows, facts):
@@ -103,7 +115,7 @@ def lengths(rows, facts):
         axis.set_ylabel("TFLOP/s")
     axes[0, 0].set_ylim(0, 1.05 * max(row.teraflops for row in rows))
     legend(figure, axes)
-    what = TITLES[facts.get("suite", "forward")]
+    what = TITLES[first_suite(facts)]
     group = "" if facts["group"] == 1 else f", {facts['group']} query heads per K/V head"
     shape = f"batch × length = {facts['tokens']} tokens, heads × head_dim = {facts['width']}{group}"
     title(figure, f"{what}, bf16, {shape}", facts)

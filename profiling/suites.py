@@ -18,10 +18,9 @@ SHORT = (512, 1024)  # lengths whose host time may hide the kernel's
 DECODE_SHAPES = ((1, 8192), (1, 131072), (32, 8192), (128, 2048))  # (batch, keys)
 # What --others adds to the grid, each dense and causal; 8192 long where a word does not say. Heads are powers of two
 # (the grid's width would give 21 at head_dim 96); 192/128 has 16, so that V and O are those of the grid's head_dim 128.
-OTHERS = (
-    "d80-h16", "d96-h16", "d192-h8", "d192_128-h16", "d128-b1-h32_4",
-    "d128-s2048-fp16", "d128-fp16", "d128-s16384-fp16",
-)  # fmt: skip
+DIMS, GROUPED = ("d80-h16", "d96-h16", "d192-h8", "d192_128-h16"), "d128-b1-h32_4"
+OTHERS = (*DIMS, GROUPED, "d128-s2048-fp16", "d128-fp16", "d128-s16384-fp16")
+BACKWARD_OTHERS = (*DIMS, "d256", GROUPED)
 DECODE_HEADS, DECODE_GROUP, DECODE_HEAD_DIM = 32, 4, 128
 
 
@@ -32,17 +31,29 @@ def ours_kernel(q, k, v, causal, plan=None):
     return Launch(lambda: launch.execute(recipe, q, k, v, out)[0])
 
 
-def ours_public(q, k, v, causal):
-    return Launch(lambda: flash_attn_func(q, k, v, causal=causal))
+def ours_public(q, k, v, causal, deterministic=False):
+    return Launch(lambda: flash_attn_func(q, k, v, causal=causal, deterministic=deterministic))
 
 
-OURS = Peer("ours", lambda: None, never, ours_kernel, ours_public)
+ours_deterministic = functools.partial(ours_public, deterministic=True)
+OURS = Peer("ours", lambda: None, never, ours_kernel, ours_public, ours_deterministic)
+
+
+class Shapes(NamedTuple):
+    """What a suite measures where the options do not say."""
+
+    head_dims: tuple
+    seqlens: tuple
+    others: tuple  # words of cases beside the grid
 
 
 class Suite(NamedTuple):
-    """``kinds``, ``replay`` and ``host`` take (entrant, (q, k, v, causal)); the entrant is a Peer, ours among them."""
+    """``kinds``, ``replay``, ``host`` and ``deterministic`` take (entrant, (q, k, v, causal)); the entrant is a Peer,
+    ours among them.
+    """
 
     name: str
+    shapes: Shapes | None  # None: the suite has cases of its own
     cases: Callable  # parsed options -> Cases in the order they are measured
     kinds: Callable  # -> kind of row -> Launch; the first kind is the one that outputs are compared of and drawn
     replay: Callable  # -> Launch that replays a CUDA graph
@@ -51,6 +62,7 @@ class Suite(NamedTuple):
     host_case: Case  # small: the GPU is done long before the host
     ceiling: str  # takes part in every cell: "matmul" or "copy"
     rates: Callable  # (case, seconds) -> (TFLOP/s or None, TB/s or None)
+    deterministic: Callable | None = None  # -> kind of row -> Launch, of entrants that have a deterministic way
 
 
 def forwards(entrant, tensors):
@@ -60,25 +72,54 @@ def forwards(entrant, tensors):
     return found
 
 
+def differentiable(entrant, tensors):
+    """``(q, k, v that want gradients, Launch of the forward)``; in grad mode."""
+    *inputs, causal = tensors
+    wanting = tuple(tensor.detach().requires_grad_() for tensor in inputs)
+    return wanting, entrant.public(*wanting, causal)
+
+
+def arriving(q, v):
+    """The gradient of the output: the same for all entrants, so that their results can be compared."""
+    generator = torch.Generator(q.device).manual_seed(1)
+    shape = (*q.shape[:-1], v.shape[-1])
+    return torch.randn(shape, device=q.device, dtype=q.dtype, generator=generator)
+
+
 def gradient(entrant, tensors):
     """torch.autograd.grad alone: the forward ran when this was made, and its graph is kept."""
-    *inputs, causal = tensors
     with torch.enable_grad():
-        q, k, v = (tensor.detach().requires_grad_() for tensor in inputs)
-        forward = entrant.public(q, k, v, causal)
+        wanting, forward = differentiable(entrant, tensors)
         with forward.context():
             out = forward.call()
-    generator = torch.Generator(out.device).manual_seed(1)  # the same for all, so that gradients can be compared
-    arriving = torch.randn(out.shape, device=out.device, dtype=out.dtype, generator=generator)
-    return Launch(lambda: torch.autograd.grad(out, (q, k, v), arriving, retain_graph=True))
+    given = arriving(wanting[0], wanting[2])
+    return Launch(lambda: torch.autograd.grad(out, wanting, given, retain_graph=True))
 
 
-def replayed_gradient(entrant, tensors):
+def deterministic_gradient(entrant, tensors):
+    return gradient(entrant._replace(public=entrant.deterministic), tensors)
+
+
+def step(entrant, tensors):
+    """A forward and torch.autograd.grad through it, as in a step of training: out, dQ, dK, dV."""
+    with torch.enable_grad():
+        wanting, forward = differentiable(entrant, tensors)
+    given = arriving(wanting[0], wanting[2])
+
+    def call():
+        with torch.enable_grad():
+            out = forward.call()
+        return out.detach(), *torch.autograd.grad(out, wanting, given)
+
+    return Launch(call, forward.context)
+
+
+def replayed(make, entrant, tensors):
     """A backward runs on the stream of its forward: only on that one can it be captured."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        one = gradient(entrant, tensors)
+        one = make(entrant, tensors)
     return graph(one, stream=stream)
 
 
@@ -86,22 +127,30 @@ def masks(options):
     return {"both": (False, True), "yes": (True,), "no": (False,)}[options.causal]
 
 
+def shapes(options):
+    """The Shapes that are asked for, those of the first suite where the options do not say."""
+    usual = SUITES[options.suite[0]].shapes
+    asked = (options.head_dims, options.seqlens, options.others)
+    return Shapes(*(mine or own for mine, own in zip(asked, usual, strict=True)))
+
+
 def grid(options):
     """Head dims x masks x lengths at equal numbers of tokens and equal width."""
+    head_dims, seqlens, _ = shapes(options)
     return [
         Case(options.tokens // seqlen, seqlen, seqlen, heads := options.width // head_dim, heads // options.group,
              head_dim, head_dim, causal=causal)
-        for head_dim in options.head_dims for causal in masks(options) for seqlen in options.seqlens
+        for head_dim in head_dims for causal in masks(options) for seqlen in seqlens
     ]  # fmt: skip
 
 
 def other_cases(options):
-    """The cases of OTHERS that the grid lacks, where they are asked for."""
-    if not options.others:
+    """The cases that --others names and the grid lacks. ValueError for words that are no case."""
+    if options.others is None:
         return []
     words = [word for word, causal in MASKS.items() if causal in masks(options)]
-    known = set(grid(options))
-    return [case for text in OTHERS for word in words if (case := case_of(f"{text}-{word}")) not in known]
+    known, others = set(grid(options)), shapes(options).others
+    return [case for text in others for word in words if (case := case_of(f"{text}-{word}")) not in known]
 
 
 def one_query(batch, seqlen):
@@ -112,6 +161,7 @@ def one_query(batch, seqlen):
 
 FORWARD = Suite(
     "forward",
+    Shapes((64, 128, 256), (512, 1024, 2048, 4096, 8192, 16384), OTHERS),
     lambda options: grid(options) + other_cases(options),
     forwards,
     lambda entrant, tensors: graph(entrant.kernel(*tensors)),
@@ -121,19 +171,32 @@ FORWARD = Suite(
     "matmul",
     lambda case, seconds: (cost.teraflops(case, seconds), None),
 )
+BACKWARD = FORWARD._replace(
+    name="backward",
+    shapes=Shapes((64, 128), (2048, 8192, 16384), BACKWARD_OTHERS),
+    kinds=lambda entrant, tensors: {"autograd": gradient(entrant, tensors)},
+    replay=functools.partial(replayed, gradient),
+    replayed=(*SHORT, 2048),
+    host=gradient,
+    rates=lambda case, seconds: (cost.backward_teraflops(case, seconds), None),
+    deterministic=lambda entrant, tensors: {"deterministic": deterministic_gradient(entrant, tensors)},
+)
 SUITES = {
     suite.name: suite
     for suite in (
         FORWARD,
-        FORWARD._replace(
-            name="backward",
-            kinds=lambda entrant, tensors: {"autograd": gradient(entrant, tensors)},
-            replay=replayed_gradient,
-            host=gradient,
-            rates=lambda case, seconds: (cost.backward_teraflops(case, seconds), None),
+        BACKWARD,
+        BACKWARD._replace(
+            name="training",
+            kinds=lambda entrant, tensors: {"training": step(entrant, tensors)},
+            replay=functools.partial(replayed, step),
+            host=step,
+            rates=lambda case, seconds: (cost.training_teraflops(case, seconds), None),
+            deterministic=None,
         ),
         FORWARD._replace(
             name="decode",
+            shapes=None,
             cases=lambda options: [one_query(*shape) for shape in DECODE_SHAPES],
             replayed=None,
             host_case=one_query(1, 128),

@@ -7,21 +7,29 @@ from pathlib import Path
 from typing import NamedTuple
 
 import environment
+import goals
 import plots
 from progress import say
 
 from hopper_fa3.kernels.config import SHORT_DTYPES
 from hopper_fa3.roofline import L2_BYTES
 
+SDPA = ("cudnn", "flash", "efficient", "math")  # torch's own backends; in training a cell also has the fastest of them
+BEST = "best SDPA"
 RIVALS = ("fa4", "cudnn")  # a line under each table sums up ours against these
 RATIOS = (*RIVALS, "matmul", "copy")  # ours against these, where they were measured
+# Where a kind of rows is compared with others than these.
+RIVALS_OF = {"training": ("fa4", BEST)}
+RATIOS_OF = {"training": ("fa4", BEST, "matmul")}
+GRADIENTS = ("autograd", "deterministic", "training")  # kinds whose mean names its head dims: goals are for D 64, 128
 LONG = 2048  # from this length on a cell counts in the mean: shorter ones measure launches and last waves as well
 
 
 class Row(NamedTuple):
     """One measured callable in one cell of the table."""
 
-    kind: str  # kernel | public | autograd: events over many launches; graph: replayed ones; host: time in the call
+    # kernel, public, autograd, deterministic, training: events over many launches; graph: replayed; host: in the call
+    kind: str
     head_dim: int
     seqlen: int  # of the keys
     causal: bool
@@ -79,10 +87,16 @@ def mask(shape):
 
 
 def cells(rows):
-    """The rows of each Cell, as name -> Row, in the order of measurement."""
+    """The rows of each Cell, as name -> Row, in the order of measurement; last in training the row of torch's fastest
+    backend, once more.
+    """
     found = {}
     for row in rows:
         found.setdefault(row.cell, {})[row.name] = row
+    for key, cell in found.items():
+        backends = [cell[name] for name in SDPA if name in cell]
+        if key.kind == "training" and backends:
+            cell[BEST] = min(backends, key=lambda row: row.microseconds)
     return found
 
 
@@ -100,27 +114,38 @@ def summary(cell):
     """One cell in a few words: ours and its ratios, or all that was measured where ours does not run."""
     if "ours" not in cell:
         return ", ".join(f"{name} {_figure(row)}" for name, row in cell.items()) + f" {_unit(cell.values())}"
-    ratios = ((name, speed_ratio(cell, name)) for name in RATIOS)
+    ratios = ((name, speed_ratio(cell, name)) for name in (RATIOS_OF["training"] if BEST in cell else RATIOS))
     shares = [f"{share:.2f} x {name}" for name, share in ratios if share is not None]
     return ", ".join([f"ours {_figure(cell['ours'])} {_unit(cell.values())}", *shares])
 
 
 def markdown(rows):
-    """One table per kind: rate or time of each callable, then the ratios, the spread and the clock; below it what the
-    ratios come to.
+    """One table per kind: rate or time of each callable, then the ratios, what they were to be, the spread and the
+    clock; below it what the ratios come to.
     """
-    text = []
+    text, measured = [], cells(rows)
     for kind in dict.fromkeys(row.kind for row in rows):
-        mine = {key: cell for key, cell in cells(rows).items() if key.kind == kind}
+        mine = {key: cell for key, cell in measured.items() if key.kind == kind}
         names = list(dict.fromkeys(name for cell in mine.values() for name in cell))
-        ratios = [name for name in RATIOS if name in names and "ours" in names]
+        names.sort(key=lambda name: name == BEST)  # last
+        ratios = [name for name in RATIOS_OF.get(kind, RATIOS) if name in names and "ours" in names]
         shape = _shape_columns(mine)
+        beside = {key: (speed_ratio(cell, "fa4"), _place(key, shape)) for key, cell in mine.items()}
+        added, judged = goals.columns(mine, measured, beside)
         spread = "spread of ours" if "ours" in names else "largest spread"
-        head = [*shape, *names, *(f"ours / {name}" for name in ratios), spread, "SM MHz", "W"]
+        head = [*shape, *names, *(f"ours / {name}" for name in ratios), *added, spread, "SM MHz", "W"]
         unit = _unit(row for cell in mine.values() for row in cell.values())
-        lines = [_cells(key, cell, names, ratios, shape) for key, cell in mine.items()]
-        text += [f"### {kind}, {unit}", "", *grid(head, lines), "", *_totals(mine, shape), *_cached(mine)]
+        lines = [
+            _cells(key, cell, names, ratios, shape, [column[key] for column in added.values()])
+            for key, cell in mine.items()
+        ]
+        below = [*_totals(mine, shape), *judged, *_cached(mine)]
+        text += [f"### {kind}, {unit}", "", *grid(head, lines), "", *below]
     return "\n".join(text)
+
+
+def _share(value):
+    return "" if value is None else f"{value:.2f}"
 
 
 def _shape_columns(mine):
@@ -137,8 +162,8 @@ def _other(cell):
 
 def _totals(mine, shape):
     """A line a rival: the mean of our ratios over the grid's long cells, and the smallest of all."""
-    lines = []
-    for rival in RIVALS:
+    lines, kind = [], next(iter(mine)).kind
+    for rival in RIVALS_OF.get(kind, RIVALS):
         ratios = {key: ratio for key, cell in mine.items() if (ratio := speed_ratio(cell, rival)) is not None}
         if len(ratios) < 2:
             continue
@@ -147,6 +172,9 @@ def _totals(mine, shape):
         text = f"least ours / {rival}:"
         if long:
             lengths = "the grid's lengths" if "heads" in shape else "lengths"
+            if kind in GRADIENTS:
+                sizes = sorted({key.head_dim for key in ratios if key.seqlen >= LONG and not _other(mine[key])})
+                lengths = f"D {', '.join(map(str, sizes))} and {lengths}"
             mean = statistics.geometric_mean(long)
             text = f"geometric mean of ours / {rival} over {lengths} >= {LONG}: {mean:.2f}; least"
         lines.append(f"- {text} {ratios[least]:.2f} ({_place(least, shape)})")
@@ -161,7 +189,7 @@ def _place(key, shape):
     return f"D {dims(key)}{dtype} {mask(key)}{grouped}{batch}, {key.seqlen}"
 
 
-def _cells(key, cell, names, ratios, shape):
+def _cells(key, cell, names, ratios, shape, added):
     some = next(iter(cell.values()))
     known = {
         "D": dims(key),
@@ -173,13 +201,15 @@ def _cells(key, cell, names, ratios, shape):
     }
     values = [cell.get(name) for name in names]
     figures = ["" if row is None else _figure(row) for row in values]
-    shares = ["" if share is None else f"{share:.2f}" for share in (speed_ratio(cell, name) for name in ratios)]
+    if BEST in names:
+        figures[names.index(BEST)] = cell[BEST].name if BEST in cell else ""
+    shares = [_share(speed_ratio(cell, name)) for name in ratios]
     if "ours" in cell:
         spread = f"{cell['ours'].spread:.1%}"
     else:
         spread = "" if ratios else f"{max(row.spread for row in cell.values()):.1%}"
     clock, power = ("" if value is None else f"{value:.0f}" for value in (some.sm_clock, some.power))
-    return [*(known[column] for column in shape), *figures, *shares, spread, clock, power]
+    return [*(known[column] for column in shape), *figures, *shares, *added, spread, clock, power]
 
 
 def _figure(row):

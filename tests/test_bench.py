@@ -1,8 +1,8 @@
 """The benchmark's suites, its pace, what it leaves out and why, and its answer where there is no Hopper GPU."""
 
-import io
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -15,19 +15,8 @@ import cost  # noqa: E402
 import environment  # noqa: E402
 import peers  # noqa: E402
 import suites  # noqa: E402
-from progress import Progress  # noqa: E402
+from bench_runs import cases_of, on_a_cpu, run_of, small_tensors  # noqa: E402
 from timing import Launch, Timing  # noqa: E402
-
-
-def cases_of(*words):
-    options = bench.parser().parse_args(words)
-    return suites.SUITES[options.suite].cases(options)
-
-
-def run_of(*words, peers=()):
-    """A Bench without a GPU; what it says is in ``progress.stream``."""
-    options = bench.parser().parse_args(words)
-    return bench.Bench(options, peers, environment.Clocks(), Progress(1, io.StringIO()))
 
 
 def test_grid_keeps_tokens_and_width():
@@ -57,11 +46,18 @@ def test_others_come_after_the_grid():
     assert {(case.head_dim, case.seqlen_k) for case in added if case.dtype == "float16"} == {
         (128, seqlen) for seqlen in (2048, 8192, 16384)
     }
-    assert [case for case in added if case.causal] == cases_of("--others", "--suite", "backward", "--causal", "yes")[
-        18:
-    ]
+    assert [case for case in added if case.causal] == cases_of("--others", "--causal", "yes")[18:]
     narrow = ["--head-dims", "96", "--width", "1536", "--seqlens", "8192"]  # this grid holds two of them
     assert len(cases_of("--others", *narrow)) == len(added)
+
+
+def test_others_may_be_named():
+    cases = cases_of("--head-dims", "64", "--seqlens", "512", "--others", "d256-s1024,d72-h8_2", "--causal", "yes")
+    assert [(case.head_dim, case.seqlen_k, case.heads_k) for case in cases] == [
+        (64, 512, 32),
+        (256, 1024, 8),
+        (72, 8192, 2),
+    ]
 
 
 def test_inputs_come_in_the_dtype_of_the_case():
@@ -84,7 +80,7 @@ def test_rows_say_which_case_they_are_of():
     words = ("D 128 length 8192 dense", "D 128 heads 32/4 length 8192 dense", "D 128 length 8192 dense fp16",
              "D 192/128 length 8192 causal")  # fmt: skip
     for number, word in enumerate(words, 1):
-        run.record(cases[word], {("kernel", "ours"): Timing((number * 1e-3,))}, (None, None))
+        run.record(run.suite, cases[word], {("kernel", "ours"): Timing((number * 1e-3,))}, (None, None))
     assert [(row.heads_k, row.head_dim_v, row.dtype, row.other) for row in run.rows] == [
         (16, 128, "bfloat16", False), (4, 128, "bfloat16", True), (16, 128, "float16", True),
         (16, 128, "bfloat16", True),
@@ -106,6 +102,7 @@ def test_teraflops_count_half_of_a_causal_square():
     assert cost.teraflops(dense, 1e-3) == pytest.approx(4 * 2 * 16 * 8192**2 * 128 * 1e-9)
     assert cost.teraflops(causal, 1e-3) == pytest.approx(cost.teraflops(dense, 1e-3) / 2)
     assert cost.backward_teraflops(causal, 1e-3) == pytest.approx(2.5 * cost.teraflops(causal, 1e-3))
+    assert cost.training_teraflops(causal, 1e-3) == pytest.approx(3.5 * cost.teraflops(causal, 1e-3))
     assert cost.matmul_flops() == 2 * 8192**3
 
 
@@ -166,27 +163,16 @@ def test_math_backend_is_left_out_where_its_scores_are_too_large():
 def test_disagreement_is_remembered():
     case, run, ones = cases_of()[0], run_of(), torch.ones(2, 3)
     peer = Launch(lambda: (ones, 2 * ones))
-    run.compare(case, {"ours": Launch(lambda: (ones * 1.01, 2 * ones)), "fa4": peer})
+    run.compare(case, "kernel", {"ours": Launch(lambda: (ones * 1.01, 2 * ones)), "fa4": peer})
     assert run.disagreements == []
-    run.compare(case, {"ours": Launch(lambda: (ones, 2.2 * ones)), "fa4": peer})
-    run.compare(case, {"ours": Launch(lambda: (ones * torch.nan, 2.2 * ones)), "fa4": peer})
-    run.compare(case, {"cudnn": peer, "fa4": peer})  # ours does not run
+    run.compare(case, "kernel", {"ours": Launch(lambda: (ones, 2.2 * ones)), "fa4": peer})
+    run.compare(case, "autograd", {"ours": Launch(lambda: (ones * torch.nan, 2.2 * ones)), "fa4": peer})
+    run.compare(case, "kernel", {"cudnn": peer, "fa4": peer})  # ours does not run
     assert len(run.disagreements) == 2
-    assert run.disagreements[0].startswith(case.name) and "by nan" in run.disagreements[1]
-
-
-def small_tensors(dtype=torch.float32):
-    generator = torch.Generator().manual_seed(0)
-    return tuple(torch.randn(1, 24, 2, 16, generator=generator).to(dtype) for _ in range(3))
-
-
-@pytest.mark.parametrize("name", ["math", "standard"])
-def test_gradients_of_a_peer_are_ours(name):
-    with torch.no_grad():  # as in a run
-        ours, peer = (suites.gradient(one, (*small_tensors(), True)) for one in (suites.OURS, peers.PEERS[name]))
-        assert [gradient.shape for gradient in ours.call()] == [(1, 24, 2, 16)] * 3
-        assert suites.apart(ours, peer) < 1e-4
-        assert suites.apart(peer, peer) == 0  # the graph is kept
+    assert (
+        run.disagreements[0].startswith(f"{case.name}, kernel: ours differs from fa4 by 0.1 of")
+        and "by nan" in run.disagreements[1]
+    )
 
 
 def test_ours_is_left_out_only_where_it_is_not_built():
@@ -208,30 +194,21 @@ def test_ours_is_left_out_only_where_it_is_not_built():
         assert run.made(peers.PEERS["math"], tensors, refuses(error)) == {}
 
 
-class FakeClock:
-    def seconds(self, launch, launches):
-        launch.call()
-        return 0.001 * launches
-
-
-@pytest.mark.parametrize("suite", ["backward", "decode"])
+@pytest.mark.parametrize("suite", ["backward", "training", "decode"])
 def test_a_cell_without_ours_still_measures_the_peers(suite, monkeypatch):
     """A CPU stands in for the GPU, and a peer for ours, whose kernel it cannot launch."""
-    monkeypatch.setattr(bench, "EventClock", FakeClock)
-    monkeypatch.setattr(bench, "HostClock", lambda synchronize: FakeClock())
-    run = run_of("--suite", suite, "--rounds", "1", peers=[peers.PEERS["math"], peers.PEERS["standard"]])
-    not_built = peers.PEERS["math"]._replace(name="ours", refuses=lambda q, k, v, causal: "not built")
-    run.entrants[0], run.ceiling = not_built, Launch(lambda: None)
+    run = on_a_cpu(monkeypatch, "--suite", suite, peers=[peers.PEERS["math"], peers.PEERS["standard"]])
+    run.entrants[0] = peers.PEERS["math"]._replace(name="ours", refuses=lambda q, k, v, causal: "not built")
 
     class Inputs:
         def views(self, case):
             q, k, v = small_tensors(torch.bfloat16)
-            return (q, k, v) if suite == "backward" else (q[:, :1], k, v)
+            return (q[:, :1], k, v) if suite == "decode" else (q, k, v)
 
     (case, *_) = run.suite.cases(run.options)
     run.host(Inputs())
     run.cell(case, Inputs(), 1)
-    kind = {"backward": "autograd", "decode": "kernel"}[suite]
+    kind = {"backward": "autograd", "decode": "kernel", "training": "training"}[suite]
     names = {"math", "standard"}
     assert {(row.kind, row.name) for row in run.rows} == {("host", name) for name in names} | {
         (kind, name) for name in names | {run.suite.ceiling}
@@ -239,7 +216,47 @@ def test_a_cell_without_ours_still_measures_the_peers(suite, monkeypatch):
     assert list(run.refusals) == [("ours, host", "not built"), ("ours", "not built")]
     assert run.measured(case).startswith(f"{bench.label(case)}: math ")
     rates = {row.name: (row.teraflops is None, row.tb_per_s is None) for row in run.rows if row.kind == kind}
-    assert set(rates.values()) == {(suite == "decode", suite == "backward")}
+    assert set(rates.values()) == {(suite == "decode", suite != "decode")}
+
+
+def test_a_peer_refuses_with_the_reason_that_torch_warns_of():
+    def call():
+        for text in (
+            "Memory efficient kernel not used because: (Triggered internally at sdp_utils.cpp:1)",
+            "Memory Efficient attention has been runtime disabled. (Triggered internally at sdp_utils.cpp:2)",
+            "Flash attention kernel not used because: (Triggered internally at sdp_utils.cpp:3)",
+            "head dims differ, got 192 and 128. (Triggered internally at sdp_utils.cpp:4)",
+            "a second reason",
+        ):
+            warnings.warn(text, stacklevel=1)
+        raise RuntimeError("No available kernel. Aborting execution.\nmore")
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # none of them gets out
+        why = peers.refusal(Launch(call))
+    assert why == "No available kernel. Aborting execution. head dims differ, got 192 and 128."
+
+
+def test_other_refusals_are_their_own_reason():
+    def call():
+        warnings.warn("something is deprecated", stacklevel=1)
+        raise ValueError("head_dim 72 is not for me")
+
+    assert peers.refusal(Launch(call)) == "head_dim 72 is not for me"
+
+
+def test_torch_says_why_a_backend_is_no_choice():
+    q, v = torch.empty(1, 24, 2, 16), torch.empty(1, 24, 2, 8)
+    why = peers.refusal(peers.PEERS["flash"].public(q, q, v, False))
+    assert why.startswith("No available kernel.") and "same last dimension" in why and "Triggered" not in why
+
+
+def test_warnings_of_what_runs_are_passed_on_once():
+    text = "about something else, once"
+    with pytest.warns(UserWarning, match=text) as heard:
+        for _ in range(2):
+            assert peers.refusal(Launch(lambda: warnings.warn(text, stacklevel=1))) is None
+    assert len(heard) == 1
 
 
 @pytest.mark.parametrize(
@@ -250,7 +267,13 @@ def test_a_cell_without_ours_still_measures_the_peers(suite, monkeypatch):
         (["--suite", "decode", "--others"], "the decode suite has shapes of its own, got --others"),
         (["--from", "nowhere.json"], "bench cannot read nowhere.json"),
         (["--rounds", "0"], "bench needs --rounds"),
-        (["--seqlens", "512,0"], "bench needs --rounds"),
+        (["--suite", "decode", "--rounds", "0"], "bench needs --rounds"),
+        (["--seqlens", "512,0"], "bench needs --group, --head-dims and --seqlens of at least 1"),
+        (["--suite", "sideways"], "bench knows the suites forward, backward, training, decode, got sideways"),
+        (["--suite", "backward,decode"], "the decode suite has shapes of its own, got --suite backward,decode"),
+        (["--deterministic"], "only the backward suite has deterministic gradients of its own, got --suite forward"),
+        (["--others", "d128-casual"], "bench --others: a case is made of words"),
+        (["--others", "d128-causal"], "bench --others: a case says each thing once"),
         (["--seqlens", "32768"], "bench needs --tokens for the longest"),
         (["--group", "16"], "bench needs --tokens for the longest"),
     ],
