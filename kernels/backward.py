@@ -19,6 +19,7 @@ from .args import BackwardRunTime, TiledTensor
 from .backward_consume import BackwardConsumer
 from .backward_edges import THREADS, Epilogue, Prologue
 from .backward_load import BackwardProducer
+from .backward_store import SumStore
 from .backward_smem import backward_layouts, backward_storage
 from .blocks import Band
 from .config import WARPGROUP_THREADS, WARPS_PER_WARPGROUP, BackwardConfig
@@ -132,6 +133,7 @@ class BackwardKernel:
             for field, layout in zip(fields, backward_layouts(config, self.dtype), strict=True)
         )
         s_rows = storage.rows.get_tensor(cute.make_layout((config.row_floats, config.stages)))
+        s_dq = storage.dq.get_tensor(cute.make_layout(config.consumer_warpgroups * config.piece_floats))
         pipes, queue = self.pipelines(storage), self.tile_queue(storage, counter)
         pipeline.pipeline_init_arrive(is_relaxed=True)
         pipeline.pipeline_init_wait()
@@ -145,10 +147,20 @@ class BackwardKernel:
             if warp == 0:
                 producer = BackwardProducer(config, self.band, self.schedule)
                 producer.run(tensors, rows, (s_k, s_v, s_q, s_do, s_rows), pipes, queue, run)
+            elif warp <= config.consumer_warpgroups:
+                store = SumStore(config, self.band, self.schedule)
+                store.run(self.lengths(tensors), sums, s_dq, queue, run, warp - 1)
         else:
             cute.arch.setmaxregister_increase(consumer_registers)
             consumer = BackwardConsumer(config, self.dtype, self.band, self.schedule)
-            consumer.run(tensors, sums, outputs, (s_k, s_v, s_q, s_do, s_rows, s_ds), pipes, queue, run)
+            consumer.run(self.lengths(tensors), outputs, (s_k, s_v, s_q, s_do, s_rows, s_ds, s_dq), pipes, queue, run)
+
+    def lengths(self, tensors):
+        """(seqlen_q, seqlen_k, heads, heads_k, batch)"""
+        tiled_k, _, tiled_q, _ = tensors
+        seqlen_q, _, heads, batch = tiled_q.tensor.shape
+        seqlen_k, _, heads_k, _ = tiled_k.tensor.shape
+        return seqlen_q, seqlen_k, heads, heads_k, batch
 
     def storage(self):
         """The struct of shared memory; BackwardConfig's arithmetic, by which plans are chosen, must not promise less."""
@@ -192,7 +204,8 @@ class BackwardKernel:
             barrier_storage=storage.queue_barriers.data_ptr(),
             num_stages=SLOTS,
             producer_group=group(1),
-            consumer_group=group(WARPS_PER_WARPGROUP * self.config.consumer_warpgroups),
+            # All consumer warps, and the store warps
+            consumer_group=group((WARPS_PER_WARPGROUP + 1) * self.config.consumer_warpgroups),
             defer_sync=True,
         )
         return TileQueue(counter, storage.queue_slots.get_tensor(cute.make_layout(SLOTS)), pipe)

@@ -1,16 +1,18 @@
 """The consumer warpgroups of the backward kernel: S and dP again, dV, dK and dQ."""
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr, pipeline
+from cutlass import Boolean, Float32, Int32, const_expr, pipeline
 from cutlass.cute.nvgpu import warpgroup as wgmma
 
 from .args import BackwardRunTime
 from .backward_products import BackwardProducts, issue, make_backward_products, transposed
-from .barriers import Barrier
+from .backward_store import sums_barrier
+from .barriers import BackwardBarrier
 from .blocks import Band
 from .config import WARPGROUP_THREADS, WARPS_PER_WARPGROUP, WGMMA_M, BackwardConfig
 from .output import DirectOutput, Piece
@@ -18,63 +20,85 @@ from .phases import Phase, begin
 from .products import convert, new_accumulator, new_left_operand, rows_and_columns, store_copy
 from .schedule import SLOTS, Schedule, TileQueue
 from .softmax import QUAD, ROWS
-from .workspace import add_piece
+from .workspace import write_piece
+
+GROUP = 4  # queries of a step's 16 whose statistics a thread needs, side by side in memory
+
+
+class Memory(NamedTuple):
+    """Shared memory, and the pipelines that say what of it is full."""
+
+    q_pipe: pipeline.PipelineTmaAsync
+    do_pipe: pipeline.PipelineTmaAsync
+    rows: cute.Tensor  # (LSE and delta of a step, stages)
+    ds: cute.Tensor  # (tile_m, tile_n, stages)
+    dq: cute.Tensor  # pieces of dQ
 
 
 class Tile(NamedTuple):
-    """What one thread carries through the steps of a K/V tile."""
+    """What one thread carries through the steps of a K/V tile, in registers."""
 
     dk: cute.Tensor
     dv: cute.Tensor
+    dp: cute.Tensor
+    p: cute.Tensor  # Pᵀ of a step in 16 bit, A of dV
     first_queries: cute.Tensor  # first query that sees each of the thread's keys
+
+
+class State(NamedTuple):
+    """Where a warpgroup stands in the pipelines."""
+
+    q: pipeline.PipelineState
+    do: pipeline.PipelineState
+    ds: pipeline.PipelineState
+    parity: Int32  # of the step: which barriers say that its dS is there
 
 
 @dataclass(frozen=True)
 class BackwardConsumer:
+    """Two warpgroups with 64 keys each. They share only dS, which each needs whole for its piece of dQ: a step's dQ is
+    issued in the middle of the next step, so that neither waits for the other and one's pointwise work falls under the
+    other's products.
+    """
+
     config: BackwardConfig
     dtype: type
     band: Band
     schedule: Schedule
 
     @cute.jit
-    def run(
-        self,
-        tensors: tuple,
-        dq: cute.Tensor,
-        outputs: tuple,
-        shared: tuple,
-        pipes: tuple,
-        queue: TileQueue,
-        run: BackwardRunTime,
-    ):
-        """All tiles of this CTA; one warpgroup's 64 keys of each. ``shared``: K, V, Q, dO, the row statistics and dS."""
+    def run(self, lengths: tuple, outputs: tuple, shared: tuple, pipes: tuple, queue: TileQueue, run: BackwardRunTime):
+        """All tiles of this CTA; one warpgroup's 64 keys of each. ``shared``: K, V, Q, dO, the row statistics, dS and
+        dQ.
+        """
         config = self.config
-        tiled_k, _, tiled_q, _ = tensors
-        s_k, s_v, s_q, s_do, s_rows, s_ds = shared
+        seqlen_q, seqlen_k, heads, heads_k, batch = lengths
+        s_k, s_v, s_q, s_do, s_rows, s_ds, s_dq = shared
         k_pipe, v_pipe, q_pipe, do_pipe = pipes
-        seqlen_q, _, heads, batch = tiled_q.tensor.shape
-        seqlen_k, _, heads_k, _ = tiled_k.tensor.shape
         thread = cute.arch.thread_idx()[0] % WARPGROUP_THREADS
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        warpgroup = warp // WARPS_PER_WARPGROUP - 1
-        warpgroup = cutlass.min(cutlass.max(warpgroup, 0), 1)
+        # The bounds change nothing, but tell the compiler the range
+        warpgroup = cutlass.min(cutlass.max(warp // WARPS_PER_WARPGROUP - 1, 0), config.consumer_warpgroups - 1)
         products = make_backward_products(config, self.dtype, (s_k, s_v, s_q, s_do, s_ds), warpgroup)
+        memory = Memory(q_pipe, do_pipe, s_rows, s_ds, s_dq)
         consumer = pipeline.PipelineUserType.Consumer
         k_state, v_state = (pipeline.make_pipeline_state(consumer, 1) for _ in range(2))
         q_state, do_state = (pipeline.make_pipeline_state(consumer, config.stages) for _ in range(2))
+        ds_state = pipeline.make_pipeline_state(consumer, config.score_stages)
+        state = State(q_state, do_state, ds_state, Int32(0))
         queue_state = pipeline.make_pipeline_state(consumer, SLOTS)
-        first_key = warpgroup * WGMMA_M + thread // QUAD // 8 * 16 + thread // QUAD % 8
+        own_key = warpgroup * WGMMA_M + thread // QUAD // 8 * 16 + thread // QUAD % 8
         index, tiles = self.schedule.first(), self.schedule.count(seqlen_k, run.head_parts, batch)
         while index < tiles:
             n_block, part, batch_index = self.schedule.coordinates(index, seqlen_k, run.head_parts, batch, run.section)
             head_k, head, last_head = run.heads_of(part, heads, heads_k)
-            first, unmasked, end = self.band.query_blocks(n_block, config.tile_m, seqlen_q, seqlen_k, run.right)
-            tile = self.start(products, n_block * config.tile_n + first_key, seqlen_q, seqlen_k, run)
+            blocks = self.band.query_blocks(n_block, config.tile_m, seqlen_q, seqlen_k, run.right)
+            first_key = n_block * config.tile_n + own_key
+            tile = self.start(products, first_key, seqlen_q, seqlen_k, run)
             k_pipe.consumer_wait(k_state)
             v_pipe.consumer_wait(v_state)
             while head < last_head:
-                dq_head = dq[batch_index, head, None, None]
-                q_state, do_state = self.head(products, pipes, q_state, do_state, tile, s_rows, s_ds, dq_head, warpgroup, first, unmasked, end, run)
+                state = self.head(products, memory, state, tile, blocks, warpgroup, run)
                 head += 1
             k_pipe.consumer_release(k_state)
             v_pipe.consumer_release(v_state)
@@ -84,8 +108,7 @@ class BackwardConsumer:
             begin(Phase.EPILOGUE)
             for element in cutlass.range(cute.size(tile.dk), unroll_full=True):
                 tile.dk[element] = tile.dk[element] * run.scale
-            first_row = n_block * config.tile_n + first_key
-            piece = Piece(n_block, head_k, batch_index, warpgroup, thread, False, first_row)
+            piece = Piece(n_block, head_k, batch_index, warpgroup, thread, Boolean(False), first_key)
             out_dk, out_dv = outputs
             DirectOutput(self.dtype, config.head_dim).store(out_dk, None, tile.dk, None, piece)
             DirectOutput(self.dtype, config.head_dim_v).store(out_dv, None, tile.dv, None, piece)
@@ -95,6 +118,7 @@ class BackwardConsumer:
 
     @cute.jit
     def start(self, products: BackwardProducts, first_key: Int32, seqlen_q: Int32, seqlen_k: Int32, run) -> Tile:
+        """Fresh registers for a K/V tile."""
         config = self.config
         dk = new_accumulator(products.dk_add, (WGMMA_M, config.head_dim))
         dv = new_accumulator(products.dv_add, (WGMMA_M, config.head_dim_v))
@@ -103,140 +127,224 @@ class BackwardConsumer:
         first_queries = cute.make_rmem_tensor(ROWS, Int32)
         for row in cutlass.range_constexpr(ROWS):
             first_queries[row] = self.band.first_query(first_key + 8 * row, seqlen_q, seqlen_k, run.right)
-        return Tile(dk, dv, first_queries)
+        dp = new_accumulator(products.scores_first, (WGMMA_M, config.tile_m))
+        return Tile(dk, dv, dp, self.new_operand(products), first_queries)
 
     @cute.jit
-    def head(self, products, pipes, q_state, do_state, tile: Tile, s_rows, s_ds, dq: cute.Tensor, warpgroup: Int32, first: Int32, unmasked: Int32, end: Int32, run):
+    def head(
+        self, products: BackwardProducts, memory: Memory, state: State, tile: Tile, blocks: tuple, warpgroup: Int32, run
+    ) -> State:
         """All steps of one query head."""
-        _, _, q_pipe, do_pipe = pipes
-        p = self.new_operand(products)
-        q_pipe.consumer_wait(q_state)
-        scores = self.issue_scores(products, q_state)
+        first, unmasked, end = blocks
+        memory.q_pipe.consumer_wait(state.q)
+        scores = self.issue_scores(products, state.q)
         wgmma.wait_group(0)
-        self.probabilities(tile, scores, p, s_rows[None, q_state.index], first, run, masked=True)
-        do_pipe.consumer_wait(do_state)
-        buffer = Int32(0)
+        self.probabilities(tile, scores, memory.rows[None, state.q.index], first, run, masked=True)
+        memory.do_pipe.consumer_wait(state.do)
+        self.issue_dp(products, state, tile)
+        self.issue_dv(products, state, tile)
+        wgmma.wait_group(1)
+        # The first step's dQ is that of no step: it is not stored
+        self.scores_written(warpgroup, state.parity ^ 1)
         for block in cutlass.range(first + 1, unmasked, unroll=1):
-            q_state, do_state = self.step(products, pipes, q_state, do_state, tile, p, s_rows, s_ds, dq, warpgroup, block, buffer, run, masked=True)
-            buffer ^= 1
+            state = self.step(products, memory, state, tile, block, block > first + 1, warpgroup, run, masked=True)
         for block in cutlass.range(cutlass.max(first + 1, unmasked), end, unroll=1):
-            q_state, do_state = self.step(products, pipes, q_state, do_state, tile, p, s_rows, s_ds, dq, warpgroup, block, buffer, run, masked=False)
-            buffer ^= 1
-        # Last step: nothing follows
-        self.key_products(products, q_state, do_state, tile, p, s_rows[None, q_state.index], s_ds, warpgroup, buffer)
-        self.meet()
-        dq_sums = self.issue_dq(products, buffer)
-        wgmma.wait_group(0)
-        q_pipe.consumer_release(q_state)
-        do_pipe.consumer_release(do_state)
-        q_state.advance()
-        do_state.advance()
-        add_piece(dq[end - 1, None], dq_sums, warpgroup)
-        return q_state, do_state
+            state = self.step(products, memory, state, tile, block, block > first + 1, warpgroup, run, masked=False)
+        return self.last_step(products, memory, state, tile, end - 1 > first, warpgroup)
 
     @cute.jit
-    def step(self, products, pipes, q_state, do_state, tile: Tile, p, s_rows, s_ds, dq, warpgroup, block, buffer, run, masked: cutlass.Constexpr[bool]):
-        """dV, dK and dQ of the block before ``block``; scores and P of ``block``."""
-        _, _, q_pipe, do_pipe = pipes
-        self.key_products(products, q_state, do_state, tile, p, s_rows[None, q_state.index], s_ds, warpgroup, buffer)
-        q_next = q_state.clone()
-        q_next.advance()
-        q_pipe.consumer_wait(q_next)
-        scores = self.issue_scores(products, q_next)
-        wgmma.wait_group(2)
-        do_pipe.consumer_release(do_state)
-        self.meet()
+    def step(
+        self,
+        products: BackwardProducts,
+        memory: Memory,
+        state: State,
+        tile: Tile,
+        block: Int32,
+        follows: Boolean,
+        warpgroup: Int32,
+        run: BackwardRunTime,
+        masked: cutlass.Constexpr[bool],
+    ) -> State:
+        """dV and dK of the step before ``block``, dQ of the one before that where that step ``follows`` one; P of
+        ``block``.
+        """
+        # dS under dV
+        ds = self.score_gradients(products, memory, state, tile, tile.dp, warpgroup)
+        following = state.q.clone()
+        following.advance()
+        self.issue_dk(products, state, tile, ds)
+        dq = self.issue_dq_before(products, state)
+        memory.q_pipe.consumer_wait(following)
         wgmma.wait_group(1)
-        q_pipe.consumer_release(q_state)
-        dq_sums = self.issue_dq(products, buffer)
+        memory.do_pipe.consumer_release(state.do)
+        memory.q_pipe.consumer_release(state.q)
+        scores = self.issue_scores(products, following)
         wgmma.wait_group(1)
-        self.probabilities(tile, scores, p, s_rows[None, q_next.index], block, run, masked=masked)
-        # The wait on a barrier is a branch, which holds the wait for dQ behind the exponentials
-        do_state.advance()
-        do_pipe.consumer_wait(do_state)
+        if follows:
+            self.store_dq(memory, dq, warpgroup)
+        state.do.advance()
+        memory.do_pipe.consumer_wait(state.do)
+        self.issue_dp(products, state, tile)
+        wgmma.wait_group(1)
+        self.probabilities(tile, scores, memory.rows[None, following.index], block, run, masked=masked)
+        self.issue_dv(products, state, tile)
+        wgmma.wait_group(1)
+        state.ds.advance()
+        return State(following, state.do, state.ds, state.parity ^ 1)
+
+    @cute.jit
+    def last_step(
+        self, products: BackwardProducts, memory: Memory, state: State, tile: Tile, follows: Boolean, warpgroup: Int32
+    ) -> State:
+        """A head's last step, with its own dQ."""
+        ds = self.score_gradients(products, memory, state, tile, tile.dp, warpgroup)
+        dq = self.issue_dq_before(products, state)
+        self.issue_dk(products, state, tile, ds)
+        wgmma.wait_group(1)
+        memory.do_pipe.consumer_release(state.do)
+        if follows:
+            self.store_dq(memory, dq, warpgroup)
+        self.wait_scores(warpgroup, state.parity)
+        dq = self.issue_dq(products, state.ds.index)
         wgmma.wait_group(0)
-        add_piece(dq[block - 1, None], dq_sums, warpgroup)
-        return q_next, do_state
+        memory.q_pipe.consumer_release(state.q)
+        self.store_dq(memory, dq, warpgroup)
+        state.q.advance()
+        state.do.advance()
+        state.ds.advance()
+        # The next head's first step takes the same barriers: the others may only be full when all have passed these
+        return State(state.q, state.do, state.ds, state.parity)
 
     def new_operand(self, products):
+        """Registers for Pᵀ or dSᵀ in 16 bit."""
         return new_left_operand(new_accumulator(products.scores_first, (WGMMA_M, self.config.tile_m)), self.dtype)
 
     @cute.jit
-    def issue_scores(self, products, q_state):
+    def issue_scores(self, products: BackwardProducts, q_state):
+        """Start Sᵀ = K Qᵀ."""
         scores = new_accumulator(products.scores_first, (WGMMA_M, self.config.tile_m))
+        q = products.q[None, None, None, q_state.index]
         wgmma.fence()
-        issue(products.scores_first, products.scores_add, scores, products.k, products.q[None, None, None, q_state.index])
+        issue(products.scores_first, products.scores_add, scores, products.k, q)
         return scores
 
     @cute.jit
-    def issue_dq(self, products, buffer):
-        dq_sums = new_accumulator(products.dq_first, (WGMMA_M, self.config.dq_columns))
+    def issue_dp(self, products: BackwardProducts, state: State, tile: Tile):
+        """Start dPᵀ = V dOᵀ."""
+        do = products.do[None, None, None, state.do.index]
         wgmma.fence()
-        issue(products.dq_first, products.dq_add, dq_sums, products.ds[None, None, None, buffer], products.k_transposed)
-        return dq_sums
+        issue(products.scores_first, products.scores_add, tile.dp, products.v, do)
 
     @cute.jit
-    def key_products(self, products, q_state, do_state, tile: Tile, p, rows, s_ds, warpgroup, buffer):
-        """dV += Pᵀ dO; dS to shared memory; dK += dSᵀ Q, in flight on return."""
-        dp = new_accumulator(products.scores_first, (WGMMA_M, self.config.tile_m))
+    def issue_dv(self, products: BackwardProducts, state: State, tile: Tile):
+        """Start dV += Pᵀ dO."""
+        do_transposed = products.do_transposed[None, None, None, state.do.index]
         wgmma.fence()
-        issue(products.scores_first, products.scores_add, dp, products.v, products.do[None, None, None, do_state.index])
-        issue(products.dv_add, products.dv_add, tile.dv, p, products.do_transposed[None, None, None, do_state.index])
-        wgmma.wait_group(1)
-        self.score_gradients(p, dp, rows)
-        ds_operand = self.new_operand(products)
-        convert(dp, self.dtype, target=ds_operand)
-        keys = cute.local_tile(transposed(s_ds)[None, None, buffer], (WGMMA_M, self.config.tile_m), (warpgroup, 0))
-        copy = store_copy(products.scores_first, self.dtype, cute.arch.thread_idx()[0] % WARPGROUP_THREADS)
-        converted = cute.make_tensor(ds_operand.iterator, dp.layout)
-        cute.copy(copy, copy.retile(converted), copy.partition_D(keys))
-        wgmma.fence()
-        issue(products.dk_add, products.dk_add, tile.dk, ds_operand, products.q_transposed[None, None, None, q_state.index])
+        issue(products.dv_add, products.dv_add, tile.dv, tile.p, do_transposed)
 
     @cute.jit
-    def meet(self):
-        """All consumer warpgroups have written their keys of dS."""
+    def issue_dq_before(self, products: BackwardProducts, state: State):
+        """Start dQ of the step before this one."""
+        stages = self.config.score_stages
+        before = cutlass.select_(state.ds.index == 0, Int32(stages - 1), state.ds.index - 1)
+        return self.issue_dq(products, before)
+
+    @cute.jit
+    def issue_dq(self, products: BackwardProducts, stage: Int32):
+        """Start dQ = dS K, this warpgroup's piece."""
+        dq = new_accumulator(products.dq_first, (WGMMA_M, self.config.dq_columns))
+        ds = products.ds[None, None, None, stage]
+        wgmma.fence()
+        issue(products.dq_first, products.dq_add, dq, ds, products.k_transposed)
+        return dq
+
+    @cute.jit
+    def issue_dk(self, products: BackwardProducts, state: State, tile: Tile, ds: cute.Tensor):
+        """Start dK += dSᵀ Q."""
+        wgmma.fence()
+        q_transposed = products.q_transposed[None, None, None, state.q.index]
+        issue(products.dk_add, products.dk_add, tile.dk, ds, q_transposed)
+
+    @cute.jit
+    def scores_written(self, warpgroup: Int32, parity: Int32):
+        """This warpgroup has written its part of a step's dS."""
+        barrier = int(BackwardBarrier.SCORES) + 2 * parity + warpgroup
+        cute.arch.barrier_arrive(barrier_id=barrier, number_of_threads=2 * WARPGROUP_THREADS)
+
+    @cute.jit
+    def wait_scores(self, warpgroup: Int32, parity: Int32):
+        """Wait for the other warpgroup's part; the own one was written before."""
+        barrier = int(BackwardBarrier.SCORES) + 2 * parity + 1 - warpgroup
+        cute.arch.barrier(barrier_id=barrier, number_of_threads=2 * WARPGROUP_THREADS)
+
+    @cute.jit
+    def store_dq(self, memory: Memory, dq: cute.Tensor, warpgroup: Int32):
+        """Hand this warpgroup's piece of dQ to its store warp."""
+        sums_barrier(BackwardBarrier.SUMS_FREE, warpgroup, arrive=False)
+        write_piece(memory.dq, dq, warpgroup)
         cute.arch.fence_view_async_shared()
-        cute.arch.barrier(barrier_id=int(Barrier.SCORES), number_of_threads=WARPGROUP_THREADS * self.config.consumer_warpgroups)
+        sums_barrier(BackwardBarrier.SUMS_FULL, warpgroup, arrive=True)
 
     @cute.jit
-    def probabilities(self, tile: Tile, accumulator, p_operand, rows: cute.Tensor, block: Int32, run, masked: cutlass.Constexpr[bool]):
-        """Pᵀ = exp2(Sᵀ scale - LSE) in place."""
+    def probabilities(
+        self,
+        tile: Tile,
+        accumulator: cute.Tensor,
+        rows: cute.Tensor,
+        block: Int32,
+        run: BackwardRunTime,
+        masked: cutlass.Constexpr[bool],
+    ):
+        """Pᵀ = exp2(Sᵀ scale - LSE), in place and in 16 bit."""
         scores = rows_and_columns(accumulator)
         quad = cute.arch.lane_idx() % QUAD
         limits = cute.make_rmem_tensor(ROWS, Int32)
         for row in cutlass.range_constexpr(ROWS):
             limits[row] = tile.first_queries[row] - block * self.config.tile_m - 2 * quad
         for group in cutlass.range_constexpr(self.config.tile_m // 16):
-            lse = row_statistics(rows, 16 * group + 4 * quad)
-            for element in cutlass.range_constexpr(4):
-                column = 4 * group + element
+            lse = statistics(rows, 16 * group + GROUP * quad)
+            for element in cutlass.range_constexpr(GROUP):
+                column = GROUP * group + element
                 for row in cutlass.range_constexpr(ROWS):
                     exponent = scores[row, column] * run.scale_log2 - lse[element]
                     if const_expr(masked):
                         visible = Int32(8 * (column // 2) + column % 2) >= limits[row]
-                        exponent = cutlass.select_(visible, exponent, Float32(-float("inf")))
+                        exponent = cutlass.select_(visible, exponent, Float32(-math.inf))
                     scores[row, column] = cute.math.exp2(exponent, fastmath=True)
-        convert(accumulator, self.dtype, target=p_operand)
+        convert(accumulator, self.dtype, target=tile.p)
 
     @cute.jit
-    def score_gradients(self, p_operand, accumulator, rows: cute.Tensor):
-        """dSᵀ = Pᵀ (dPᵀ - delta) in place of dPᵀ."""
-        p = rows_and_columns(cute.make_tensor(p_operand.iterator, accumulator.layout))
-        dp = rows_and_columns(accumulator)
+    def score_gradients(
+        self, products: BackwardProducts, memory: Memory, state: State, tile: Tile, dp: cute.Tensor, warpgroup: Int32
+    ):
+        """dSᵀ = Pᵀ (dPᵀ - delta) in 16 bit, in registers and in shared memory. P is taken as dV takes it: in 16 bit."""
+        p = rows_and_columns(cute.make_tensor(tile.p.iterator, dp.layout))
+        gradients = rows_and_columns(dp)
+        rows = memory.rows[None, state.q.index]
         quad = cute.arch.lane_idx() % QUAD
         for group in cutlass.range_constexpr(self.config.tile_m // 16):
-            delta = row_statistics(rows, self.config.tile_m + 16 * group + 4 * quad)
-            for element in cutlass.range_constexpr(4):
-                column = 4 * group + element
+            delta = statistics(rows, self.config.tile_m + 16 * group + GROUP * quad)
+            for element in cutlass.range_constexpr(GROUP):
+                column = GROUP * group + element
                 for row in cutlass.range_constexpr(ROWS):
-                    dp[row, column] = p[row, column].to(Float32) * (dp[row, column] - delta[element])
+                    gradients[row, column] = p[row, column].to(Float32) * (gradients[row, column] - delta[element])
+        ds = self.new_operand(products)
+        convert(dp, self.dtype, target=ds)
+        # The other warpgroup has written the step before, and so read the one that this one replaces
+        self.wait_scores(warpgroup, state.parity ^ 1)
+        buffer = transposed(memory.ds)[None, None, state.ds.index]
+        target = cute.local_tile(buffer, (WGMMA_M, self.config.tile_m), (warpgroup, 0))
+        copy = store_copy(products.scores_first, self.dtype, cute.arch.thread_idx()[0] % WARPGROUP_THREADS)
+        cute.copy(copy, copy.retile(cute.make_tensor(ds.iterator, dp.layout)), copy.partition_D(target))
+        cute.arch.fence_view_async_shared()
+        self.scores_written(warpgroup, state.parity)
+        return ds
 
 
 @cute.jit
-def row_statistics(rows: cute.Tensor, first: Int32):
-    """Four values that a thread needs, which lie side by side: backward_edges.py says in which order."""
-    values = cute.make_rmem_tensor(4, Float32)
-    source = cute.make_tensor((rows.iterator + first).align(16), cute.make_layout(4))
+def statistics(rows: cute.Tensor, first: Int32):
+    """GROUP values that a thread needs of a step's row statistics: backward_edges.py says in which order they lie."""
+    values = cute.make_rmem_tensor(GROUP, Float32)
+    source = cute.make_tensor((rows.iterator + first).align(16), cute.make_layout(GROUP))
     cute.autovec_copy(source, values)
     return values

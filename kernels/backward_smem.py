@@ -29,6 +29,8 @@ def backward_storage(config: BackwardConfig, dtype):
     """The struct of a CTA's shared memory."""
     k_layout, v_layout, q_layout, do_layout, ds_layout = backward_layouts(config, dtype)
 
+    dq_floats = config.consumer_warpgroups * config.piece_floats
+
     @cute.struct
     class BackwardStorage:
         # full and empty barriers, one pair a stage
@@ -44,5 +46,6 @@ def backward_storage(config: BackwardConfig, dtype):
         q: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(q_layout)], SHARED_ALIGNMENT]
         do: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(do_layout)], SHARED_ALIGNMENT]
         ds: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(ds_layout)], SHARED_ALIGNMENT]
+        dq: cute.struct.Align[cute.struct.MemRange[cutlass.Float32, dq_floats], SHARED_ALIGNMENT]
 
     return BackwardStorage

@@ -16,7 +16,14 @@ class Barrier(IntEnum):
     TURN = 1  # 1, 2, 3
     OUTPUT = 4  # 4, 5, 6
     VOTE = 7  # 7, 8, 9
-    SCORES = 10  # dS of all warpgroups; one id
+
+
+class BackwardBarrier(IntEnum):
+    """The same for the backward kernel."""
+
+    SCORES = 1  # a warpgroup has written its part of dS: 1 to 4, one id per parity of the step and warpgroup
+    SUMS_FREE = 5  # a warpgroup's shared memory for dQ has been read: 5, 6
+    SUMS_FULL = 7  # ... holds a step's dQ: 7, 8
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ WGMMA_M = 64  # rows that one warpgroup's WGMMA computes
 SHARED_MEMORY_LIMIT = 232_448  # bytes a CTA may use on sm_90: 227 KiB
 SHARED_ALIGNMENT = 1024  # bytes; the 128-byte swizzle of TMA and WGMMA repeats every 1024
 ELEMENT_BYTES = 2  # bf16 and fp16
+FLOAT_BYTES = 4
 SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16"}  # what kernels are built for, as names say it
 
 REGISTER_FILE = 65_536  # registers of an SM, which a CTA at launch shares out evenly
@@ -187,7 +188,8 @@ class BackwardConfig:
     deterministic: bool = False
 
     consumer_warpgroups = 2
-    score_stages = 2  # dS of one step is read by dQ's product while the next step's is written
+    # dS of a step is read in the next one, when a warpgroup that is ahead may already write the one after that
+    score_stages = 3
     tile_n = consumer_warpgroups * WGMMA_M
 
     @property
@@ -239,11 +241,17 @@ class BackwardConfig:
         """Floats of a step's row statistics: LSE and delta of each query."""
         return 2 * self.tile_m
 
+    @property
+    def piece_floats(self):
+        """Floats of a piece of dQ."""
+        return WGMMA_M * self.dq_columns
+
     def smem_bytes(self):
         """Shared memory of a CTA in bytes, as kernels/backward_smem.py lays it out."""
         keys = self.tile_n * (self.key_columns + self.head_dim_v) * ELEMENT_BYTES
         queries = self.stages * self.tile_m * (self.head_dim + self.head_dim_v) * ELEMENT_BYTES
-        rows = -(-self.stages * self.row_floats * 4 // SHARED_ALIGNMENT) * SHARED_ALIGNMENT
         scores = self.score_stages * self.tile_m * self.tile_n * ELEMENT_BYTES
-        barriers = SHARED_ALIGNMENT  # they fill less than one alignment unit
-        return barriers + keys + queries + rows + scores
+        sums = self.consumer_warpgroups * self.piece_floats * FLOAT_BYTES
+        # Barriers fill less than 256 bytes
+        rows = 256 + self.stages * self.row_floats * FLOAT_BYTES
+        return -(-rows // SHARED_ALIGNMENT) * SHARED_ALIGNMENT + keys + queries + scores + sums

@@ -21,6 +21,9 @@ class Phase(Enum):
     LOAD_K = "load K"
     LOAD_V = "load V"
     LOAD_DO = "load dO"
+    # Store warps
+    WAIT_SUMS = "wait: dQ"
+    ADD_SUMS = "add dQ"
     # Consumer warps
     WAIT_TILE = "wait: tile"
     WAIT_Q = "wait: Q loaded"

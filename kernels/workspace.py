@@ -5,38 +5,48 @@ A piece is one warpgroup's accumulator: 64 rows, some columns. Vector ``v`` of t
 it back.
 """
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from .config import WARPGROUP_THREADS
 
-VECTOR = 4  # floats that one instruction adds or moves
+VECTOR = 4  # floats that one instruction moves
 STRIDE = VECTOR * WARPGROUP_THREADS
 
 
 @cute.jit
-def add_piece(memory: cute.Tensor, accumulator: cute.Tensor, piece: Int32):
-    """Add a thread's share to ``memory`` (one dimension, pieces of equal size), atomically."""
-    size = cute.size(accumulator)
-    thread = cute.arch.thread_idx()[0] % WARPGROUP_THREADS
-    pointer = memory.iterator + (piece * size * WARPGROUP_THREADS + VECTOR * thread)
-    values = cute.make_tensor(accumulator.iterator, cute.make_layout(size))
-    for vector in cutlass.range_constexpr(size // VECTOR):
-        cute.arch.inline_ptx(
-            f"red.relaxed.gpu.global.add.v4.f32 [{{$r0}}+{4 * STRIDE * vector}], {{{{$r1}}, {{$r2}}, {{$r3}}, {{$r4}}}};",
-            read_only_args=[pointer, *(values[VECTOR * vector + index] for index in range(VECTOR))],
-        )
+def write_piece(memory: cute.Tensor, accumulator: cute.Tensor, piece: Int32):
+    """Write a thread's share to shared or global memory (one dimension, pieces of equal size)."""
+    for own, there in zip(*shares(memory, accumulator, piece), strict=True):
+        cute.copy(vector_copy(), own, there)
 
 
 @cute.jit
 def read_piece(memory: cute.Tensor, accumulator: cute.Tensor, piece: Int32):
-    """The thread's share of a piece that add_piece or write_piece filled."""
+    """The thread's share of a piece."""
+    for own, there in zip(*shares(memory, accumulator, piece), strict=True):
+        cute.copy(vector_copy(), there, own)
+
+
+def vector_copy():
+    return cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), Float32, num_bits_per_copy=128)
+
+
+def shares(memory, accumulator, piece):
+    """A thread's vectors: (registers, where they lie in memory)."""
     size = cute.size(accumulator)
     thread = cute.arch.thread_idx()[0] % WARPGROUP_THREADS
-    copy = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), Float32, num_bits_per_copy=128)
     pointer = memory.iterator + (piece * size * WARPGROUP_THREADS + VECTOR * thread)
-    for vector in cutlass.range_constexpr(size // VECTOR):
-        source = cute.make_tensor((pointer + STRIDE * vector).align(16), cute.make_layout(VECTOR))
-        target = cute.make_tensor(accumulator.iterator + VECTOR * vector, cute.make_layout(VECTOR))
-        cute.copy(copy, source, target)
+    layout, vectors = cute.make_layout(VECTOR), range(size // VECTOR)
+    own = [cute.make_tensor(accumulator.iterator + VECTOR * vector, layout) for vector in vectors]
+    return own, [cute.make_tensor((pointer + STRIDE * vector).align(16), layout) for vector in vectors]
+
+
+@cute.jit
+def add_shared(memory: cute.Tensor, shared: cute.Tensor):
+    """One thread: start adding a piece in shared memory to ``memory``; both of one dimension."""
+    cute.arch.inline_ptx(
+        "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [{$r0}], [{$r1}], {$r2};",
+        read_only_args=[memory.iterator, shared.iterator, Int32(cute.size(shared) * Float32.width // 8)],
+    )
+    cute.arch.cp_async_bulk_commit_group()
