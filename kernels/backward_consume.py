@@ -10,7 +10,7 @@ from cutlass import Boolean, Float32, Int32, const_expr, pipeline
 from cutlass.cute.nvgpu import warpgroup as wgmma
 
 from .args import BackwardRunTime
-from .backward_products import BackwardProducts, issue, load_v, make_backward_products, transposed
+from .backward_products import BackwardProducts, issue, issue_dp, load_v, make_backward_products, transposed
 from .backward_store import sums_barrier
 from .barriers import BackwardBarrier
 from .blocks import Band
@@ -98,7 +98,7 @@ class BackwardConsumer:
             tile = self.start(products, first_key, seqlen_q, seqlen_k, run)
             k_pipe.consumer_wait(k_state)
             v_pipe.consumer_wait(v_state)
-            if const_expr(config.register_v):
+            if const_expr(config.register_depth > 0):
                 load_v(self.dtype, products, s_v, warpgroup, thread)
             while head < last_head:
                 state = self.head(products, memory, state, tile, blocks, warpgroup, run)
@@ -253,10 +253,9 @@ class BackwardConsumer:
     def issue_gradients(self, products: BackwardProducts, state: State, tile: Tile):
         """Start dPᵀ = V dOᵀ and dV += Pᵀ dO."""
         dp = new_accumulator(products.scores_first, (WGMMA_M, self.config.tile_m))
-        do = products.do[None, None, None, state.do.index]
         do_transposed = products.do_transposed[None, None, None, state.do.index]
         wgmma.fence()
-        issue(products.dp_first, products.dp_add, dp, products.v, do)
+        issue_dp(products, dp, state.do.index)
         issue(products.dv_add, products.dv_add, tile.dv, tile.p, do_transposed)
         return dp
 

@@ -173,6 +173,9 @@ class ForwardConfig:
         return next((message for holds, message in rules if not holds), None)
 
 
+REGISTER_DEPTH = {(64, 64): 64, (96, 96): 96, (128, 128): 80}
+
+
 @dataclass(frozen=True)
 class BackwardConfig:
     """One compiled backward kernel. A CTA owns ``tile_n`` keys, 64 a consumer warpgroup, whose dK and dV stay in
@@ -246,12 +249,11 @@ class BackwardConfig:
         return self.key_columns // self.column_pieces
 
     @property
-    def register_v(self):
-        """True where V of a warpgroup's keys stays in registers as operand of dP, which saves shared-memory cycles, the
-        kernel's bound: at head_dim 64 there is room for 16 registers a thread (not for K's too: ptxas serialised the
-        WGMMAs).
+    def register_depth(self):
+        """Columns of V, of a warpgroup's keys, that stay in registers as operand of dP. That saves shared-memory cycles,
+        the kernel's bound; more does not fit: ptxas then serialised the WGMMAs.
         """
-        return self.head_dim == self.head_dim_v == 64
+        return REGISTER_DEPTH.get((self.head_dim, self.head_dim_v), 0)
 
     @property
     def row_floats(self):
