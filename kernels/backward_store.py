@@ -41,21 +41,23 @@ class SumStore:
         config = self.config
         seqlen_q, seqlen_k, heads, heads_k, batch = lengths
         queue_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, SLOTS)
-        shared = cute.local_tile(s_dq, (config.piece_floats,), (warpgroup,))
+        floats = config.piece_floats // config.sum_rounds
+        shared = cute.local_tile(s_dq, (floats,), (warpgroup,))
         index, tiles = self.schedule.first(), self.schedule.count(seqlen_k, run.head_parts, batch)
         while index < tiles:
             n_block, part, batch_index = self.schedule.coordinates(index, seqlen_k, run.head_parts, batch, run.section)
             _, head, last_head = run.heads_of(part, heads, heads_k)
             first, _, end = self.band.query_blocks(n_block, config.tile_m, seqlen_q, seqlen_k, run.right)
             while head < last_head:
-                for block in cutlass.range(first, end, unroll=1):
+                for step in cutlass.range(first * config.sum_rounds, end * config.sum_rounds, unroll=1):
+                    block, part_index = step // config.sum_rounds, step % config.sum_rounds
                     begin(Phase.WAIT_SUMS)
                     sums_barrier(BackwardBarrier.SUMS_FREE, warpgroup, arrive=True)
                     sums_barrier(BackwardBarrier.SUMS_FULL, warpgroup, arrive=False)
                     begin(Phase.ADD_SUMS)
                     if cute.arch.lane_idx() == 0:
-                        piece = cute.local_tile(sums[batch_index, head, block, None], (config.piece_floats,), (warpgroup,))
-                        add_shared(piece, shared)
+                        piece = warpgroup * config.sum_rounds + part_index
+                        add_shared(cute.local_tile(sums[batch_index, head, block, None], (floats,), (piece,)), shared)
                         cute.arch.cp_async_bulk_wait_group(0, read=True)
                     cute.arch.sync_warp()
                 head += 1

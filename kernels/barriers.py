@@ -26,6 +26,16 @@ class BackwardBarrier(IntEnum):
     SUMS_FULL = 7  # ... holds a step's dQ: 7, 8
 
 
+class RoleBarrier(IntEnum):
+    """Those of the backward kernel with roles, beside SUMS_FREE and SUMS_FULL; two ids each, one per parity of the
+    step. There are none that say "free": backward_roles.py.
+    """
+
+    PROBABILITIES = 1  # P is in shared memory
+    GRADIENTS = 3  # dS is
+    OWN = 9  # one id: all of dS is, for the warpgroup that writes it
+
+
 @dataclass(frozen=True)
 class Turns:
     """Ping-pong: a warpgroup issues its matrix products only in its turn, so one's softmax runs under the others'
