@@ -28,7 +28,7 @@ from .backward_role_products import RoleProducts, make_role_products
 from .backward_store import sums_barrier
 from .barriers import BackwardBarrier, RoleBarrier
 from .blocks import Band
-from .config import WARPGROUP_THREADS, WGMMA_M, BackwardConfig
+from .config import OTHER_REGISTERS, WARPGROUP_THREADS, WGMMA_M, BackwardConfig
 from .output import DirectOutput, Piece
 from .phases import Phase, begin
 from .products import convert, new_accumulator, new_left_operand, rows_and_columns, store_copy
@@ -116,8 +116,35 @@ class Role:
             index, queue_state = self.schedule.receive(queue, queue_state, index)
         begin(Phase.EXIT)
 
+    @property
+    def early_scores(self):
+        """Whether registers hold dQ's piece beside scores and a 16-bit operand, so that all three products are in
+        flight together.
+        """
+        held = self.columns // 2 + self.config.dq_columns // 2
+        return held + self.config.tile_m // 2 + self.config.tile_m // 4 <= self.config.registers[1] - OTHER_REGISTERS
+
+    @property
+    def all_parts(self):
+        return 0, self.config.sum_rounds
+
+    @property
+    def first_parts(self):
+        """Parts of dQ that leave before the next scores are made: the first one, where that makes room for them."""
+        room = self.config.dq_columns // self.config.sum_rounds >= self.config.tile_m
+        return (0, 1) if room else self.all_parts
+
+    @property
+    def other_parts(self):
+        return self.first_parts[1], self.config.sum_rounds
+
     def new_scores(self, products):
         return new_accumulator(products.scores_first, (WGMMA_M, self.config.tile_m))
+
+    @cute.jit
+    def meet(self):
+        """All threads of this warpgroup."""
+        cute.arch.barrier(barrier_id=int(RoleBarrier.OWN) + self.warpgroup, number_of_threads=WARPGROUP_THREADS)
 
     @cute.jit
     def issue_scores(self, products: RoleProducts, scores: cute.Tensor, stage: Int32):
@@ -141,15 +168,20 @@ class Role:
         return dq
 
     @cute.jit
-    def store_dq(self, memory: Memory, dq: cute.Tensor, part: cutlass.Constexpr[int]):
-        """Hand a part of this warpgroup's piece of dQ to its store warp; nothing where there are fewer parts."""
-        if const_expr(part < self.config.sum_rounds):
+    def store_dq(self, memory: Memory, dq: cute.Tensor, parts: cutlass.Constexpr):
+        """Hand parts of this warpgroup's piece of dQ to its store warp."""
+        for part in cutlass.range_constexpr(parts[0], parts[1]):
             size = cute.size(dq) // self.config.sum_rounds
             own = cute.make_tensor(dq.iterator + part * size, cute.make_layout(size))
             sums_barrier(BackwardBarrier.SUMS_FREE, Int32(self.warpgroup), arrive=False)
             write_piece(memory.dq, own, Int32(self.warpgroup))
             cute.arch.fence_view_async_shared()
             sums_barrier(BackwardBarrier.SUMS_FULL, Int32(self.warpgroup), arrive=True)
+
+
+def words_of(operand):
+    """Registers of 16-bit scores, two to a word. No arithmetic is done with these: the type only suits workspace.py."""
+    return cute.make_tensor(cute.recast_ptr(operand.iterator, dtype=Float32), cute.make_layout(cute.size(operand) // 2))
 
 
 def arrive(barrier, parity):
@@ -187,8 +219,9 @@ class ProbabilityRole(Role):
         scores = self.new_scores(products)
         self.issue_scores(products, scores, state.q.index)
         wgmma.wait_group(0)
-        self.probabilities(scores, operand, memory.rows[None, state.q.index], first_queries, first, run, masked=True)
-        state = self.hand_over(memory, state, operand)
+        self.probabilities(scores, memory.rows[None, state.q.index], first_queries, first, run, masked=True)
+        memory.q_pipe.consumer_release(state.q)
+        state = self.hand_over(memory, state, scores, operand)
         for block in cutlass.range(first + 1, unmasked, unroll=1):
             state = self.step(products, memory, state, total, operand, first_queries, (first, block), run, masked=True)
         for block in cutlass.range(cutlass.max(first + 1, unmasked), end, unroll=1):
@@ -212,41 +245,40 @@ class ProbabilityRole(Role):
         first, block = blocks
         follows = block > first + 1
         scores = self.new_scores(products)
-        next_operand = operand
         if follows:
             wait(RoleBarrier.GRADIENTS, state.parity)
         dq = self.issue_dq(products, state.parity)
-        if const_expr(self.config.early_scores):
+        if const_expr(self.early_scores):
             memory.q_pipe.consumer_wait(state.q)
             self.issue_scores(products, scores, state.q.index)
             memory.do_pipe.consumer_wait(state.do)
             self.issue_total(products, total, operand, state.do.index)
             wgmma.wait_group(2)
             if follows:
-                self.store_dq(memory, dq, 0)
-                self.store_dq(memory, dq, 1)
+                self.store_dq(memory, dq, self.all_parts)
             wgmma.wait_group(1)
-            next_operand = new_left_operand(scores, self.dtype)
         else:
             memory.do_pipe.consumer_wait(state.do)
             self.issue_total(products, total, operand, state.do.index)
             wgmma.wait_group(1)
             if follows:
-                self.store_dq(memory, dq, 0)
+                self.store_dq(memory, dq, self.first_parts)
             memory.q_pipe.consumer_wait(state.q)
             self.issue_scores(products, scores, state.q.index)
             if follows:
-                self.store_dq(memory, dq, 1)
+                self.store_dq(memory, dq, self.other_parts)
             wgmma.wait_group(1)
             memory.do_pipe.consumer_release(state.do)
             wgmma.wait_group(0)
-        rows = memory.rows[None, state.q.index]
-        self.probabilities(scores, next_operand, rows, first_queries, block, run, masked=masked)
-        state = self.hand_over(memory, state, next_operand)
-        if const_expr(self.config.early_scores):
+        self.probabilities(scores, memory.rows[None, state.q.index], first_queries, block, run, masked=masked)
+        memory.q_pipe.consumer_release(state.q)
+        # Registers that a product in flight reads cannot take the next P before that product is done: it comes back
+        # from shared memory.
+        state = self.hand_over(memory, state, scores, None if const_expr(self.early_scores) else operand)
+        if const_expr(self.early_scores):
             wgmma.wait_group(0)
             memory.do_pipe.consumer_release(state.do)
-            cute.autovec_copy(next_operand, operand)
+            read_piece(memory.p, words_of(operand), state.parity ^ 1)
         state.do.advance()
         return state
 
@@ -262,23 +294,22 @@ class ProbabilityRole(Role):
         self.issue_total(products, total, operand, state.do.index)
         wgmma.wait_group(1)
         if follows:
-            self.store_dq(memory, dq, 0)
-            self.store_dq(memory, dq, 1)
+            self.store_dq(memory, dq, self.all_parts)
         wait(RoleBarrier.GRADIENTS, state.parity ^ 1)
         dq = self.issue_dq(products, state.parity ^ 1)
         wgmma.wait_group(0)
         memory.do_pipe.consumer_release(state.do)
-        self.store_dq(memory, dq, 0)
-        self.store_dq(memory, dq, 1)
+        self.store_dq(memory, dq, self.all_parts)
         state.do.advance()
         return state
 
     @cute.jit
-    def hand_over(self, memory: Memory, state: State, operand: cute.Tensor) -> State:
-        """P for the other role; ``state`` then stands at the next step's Q and parity."""
-        memory.q_pipe.consumer_release(state.q)
-        words = cute.make_layout(cute.size(operand) // 2)
-        write_piece(memory.p, cute.make_tensor(cute.recast_ptr(operand.iterator, dtype=Float32), words), state.parity)
+    def hand_over(self, memory: Memory, state: State, scores: cute.Tensor, operand) -> State:
+        """P in 16 bit to the other role, and to ``operand`` where that is not None; ``state`` then stands at the next
+        step's Q and parity.
+        """
+        converted = convert(scores, self.dtype, target=operand)
+        write_piece(memory.p, words_of(converted), state.parity)
         arrive(RoleBarrier.PROBABILITIES, state.parity)
         state.q.advance()
         return State(state.q, state.do, state.parity ^ 1)
@@ -287,14 +318,13 @@ class ProbabilityRole(Role):
     def probabilities(
         self,
         accumulator: cute.Tensor,
-        operand: cute.Tensor,
         rows: cute.Tensor,
         first_queries: cute.Tensor,
         block: Int32,
         run: BackwardRunTime,
         masked: cutlass.Constexpr[bool],
     ):
-        """Pᵀ = exp2(Sᵀ scale - LSE), in place and in 16 bit."""
+        """Pᵀ = exp2(Sᵀ scale - LSE), in place."""
         scores = rows_and_columns(accumulator)
         quad = cute.arch.lane_idx() % QUAD
         limits = cute.make_rmem_tensor(ROWS, Int32)
@@ -310,7 +340,6 @@ class ProbabilityRole(Role):
                         visible = Int32(8 * (column // 2) + column % 2) >= limits[row]
                         exponent = cutlass.select_(visible, exponent, Float32(-math.inf))
                     scores[row, column] = cute.math.exp2(exponent, fastmath=True)
-        convert(accumulator, self.dtype, target=operand)
 
 
 @dataclass(frozen=True)
@@ -355,7 +384,7 @@ class GradientRole(Role):
         last: cutlass.Constexpr[bool],
     ) -> State:
         """dK and dQ of a step, and dP of the next one, where there is one."""
-        early = self.config.early_scores and not last
+        early = self.early_scores and not last
         self.score_gradients(products, memory, state, dp, operand)
         dq = self.issue_dq(products, state.parity)
         self.issue_total(products, total, operand, state.q.index)
@@ -365,11 +394,11 @@ class GradientRole(Role):
             wgmma.wait_group(2)
         else:
             wgmma.wait_group(1)
-        self.store_dq(memory, dq, 0)
+        self.store_dq(memory, dq, self.first_parts)
         if const_expr(not early and not last):
             memory.do_pipe.consumer_wait(state.do)
             self.issue_scores(products, dp, state.do.index)
-        self.store_dq(memory, dq, 1)
+        self.store_dq(memory, dq, self.other_parts)
         if const_expr(not last):
             wgmma.wait_group(1)
             memory.q_pipe.consumer_release(state.q)
@@ -407,4 +436,4 @@ class GradientRole(Role):
         cute.copy(copy, copy.retile(cute.make_tensor(operand.iterator, dp.layout)), copy.partition_D(target))
         cute.arch.fence_view_async_shared()
         arrive(RoleBarrier.GRADIENTS, state.parity)
-        cute.arch.barrier(barrier_id=int(RoleBarrier.OWN), number_of_threads=WARPGROUP_THREADS)
+        self.meet()

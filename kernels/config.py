@@ -213,12 +213,6 @@ class BackwardConfig:
         return self.score_stages * self.tile_m * self.tile_n // 2
 
     @property
-    def early_scores(self):
-        """Roles: whether registers hold dQ's piece beside the next step's scores and two operands in 16 bit."""
-        held = max(self.head_dim, self.head_dim_v) // 2 + self.dq_columns // 2
-        return held + self.tile_m // 2 + 2 * (self.tile_m // 4) <= self.registers[1] - OTHER_REGISTERS
-
-    @property
     def name(self):
         """Readable kernel name for profilers."""
         mask = "causal" if self.right_bound else "dense"
