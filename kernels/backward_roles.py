@@ -12,7 +12,6 @@ no barrier that says "free":
 The same two facts keep anybody from arriving at a barrier twice before the other has passed it once.
 """
 
-import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,18 +21,18 @@ from cutlass import Boolean, Float32, Int32, const_expr, pipeline
 from cutlass.cute.nvgpu import warpgroup as wgmma
 
 from .args import BackwardRunTime
-from .backward_consume import GROUP, statistics
 from .backward_products import issue, transposed
 from .backward_role_products import RoleProducts, make_role_products
+from .backward_scores import differentiate, exponentiate, first_queries_of, query_limits, write_scores
 from .backward_store import sums_barrier
 from .barriers import BackwardBarrier, RoleBarrier
 from .blocks import Band
 from .config import OTHER_REGISTERS, WARPGROUP_THREADS, WGMMA_M, BackwardConfig
 from .output import DirectOutput, Piece
 from .phases import Phase, begin
-from .products import convert, new_accumulator, new_left_operand, rows_and_columns, store_copy
+from .products import convert, new_accumulator, new_left_operand
 from .schedule import SLOTS, Schedule, TileQueue
-from .softmax import QUAD, ROWS
+from .softmax import QUAD
 from .workspace import read_piece, write_piece
 
 
@@ -90,9 +89,7 @@ class Role:
             head_k, head, last_head = run.heads_of(part, heads, heads_k)
             blocks = self.band.query_blocks(n_block, config.tile_m, seqlen_q, seqlen_k, run.right)
             first_key = n_block * config.tile_n + own_key
-            first_queries = cute.make_rmem_tensor(ROWS, Int32)
-            for row in cutlass.range_constexpr(ROWS):
-                first_queries[row] = self.band.first_query(first_key + 8 * row, seqlen_q, seqlen_k, run.right)
+            first_queries = first_queries_of(self.band, first_key, seqlen_q, seqlen_k, run.right)
             total = new_accumulator(products.total_add, (WGMMA_M, self.columns))
             total.fill(0.0)
             scores = self.new_scores(products)
@@ -219,7 +216,8 @@ class ProbabilityRole(Role):
         scores = self.new_scores(products)
         self.issue_scores(products, scores, state.q.index)
         wgmma.wait_group(0)
-        self.probabilities(scores, memory.rows[None, state.q.index], first_queries, first, run, masked=True)
+        limits = query_limits(first_queries, first * self.config.tile_m)
+        exponentiate(scores, memory.rows[None, state.q.index], limits, run.scale_log2, masked=True)
         memory.q_pipe.consumer_release(state.q)
         state = self.hand_over(memory, state, scores, operand)
         for block in cutlass.range(first + 1, unmasked, unroll=1):
@@ -270,7 +268,8 @@ class ProbabilityRole(Role):
             wgmma.wait_group(1)
             memory.do_pipe.consumer_release(state.do)
             wgmma.wait_group(0)
-        self.probabilities(scores, memory.rows[None, state.q.index], first_queries, block, run, masked=masked)
+        limits = query_limits(first_queries, block * self.config.tile_m)
+        exponentiate(scores, memory.rows[None, state.q.index], limits, run.scale_log2, masked=masked)
         memory.q_pipe.consumer_release(state.q)
         # Registers that a product in flight reads cannot take the next P before that product is done: it comes back
         # from shared memory.
@@ -313,33 +312,6 @@ class ProbabilityRole(Role):
         arrive(RoleBarrier.PROBABILITIES, state.parity)
         state.q.advance()
         return State(state.q, state.do, state.parity ^ 1)
-
-    @cute.jit
-    def probabilities(
-        self,
-        accumulator: cute.Tensor,
-        rows: cute.Tensor,
-        first_queries: cute.Tensor,
-        block: Int32,
-        run: BackwardRunTime,
-        masked: cutlass.Constexpr[bool],
-    ):
-        """Pᵀ = exp2(Sᵀ scale - LSE), in place."""
-        scores = rows_and_columns(accumulator)
-        quad = cute.arch.lane_idx() % QUAD
-        limits = cute.make_rmem_tensor(ROWS, Int32)
-        for row in cutlass.range_constexpr(ROWS):
-            limits[row] = first_queries[row] - block * self.config.tile_m - 2 * quad
-        for group in cutlass.range_constexpr(self.config.tile_m // 16):
-            lse = statistics(rows, 16 * group + GROUP * quad)
-            for element in cutlass.range_constexpr(GROUP):
-                column = GROUP * group + element
-                for row in cutlass.range_constexpr(ROWS):
-                    exponent = scores[row, column] * run.scale_log2 - lse[element]
-                    if const_expr(masked):
-                        visible = Int32(8 * (column // 2) + column % 2) >= limits[row]
-                        exponent = cutlass.select_(visible, exponent, Float32(-math.inf))
-                    scores[row, column] = cute.math.exp2(exponent, fastmath=True)
 
 
 @dataclass(frozen=True)
@@ -416,24 +388,12 @@ class GradientRole(Role):
         self, products: RoleProducts, memory: Memory, state: State, dp: cute.Tensor, operand: cute.Tensor
     ):
         """dSᵀ = Pᵀ (dPᵀ - delta) in 16 bit, in registers and in shared memory. P is taken as dV takes it: in 16 bit."""
-        gradients = rows_and_columns(dp)
-        quad = cute.arch.lane_idx() % QUAD
         memory.q_pipe.consumer_wait(state.q)
-        rows = memory.rows[None, state.q.index]
         wait(RoleBarrier.PROBABILITIES, state.parity)
-        words = cute.make_rmem_tensor(cute.size(dp) // 2, Float32)
-        read_piece(memory.p, words, state.parity)
-        p = rows_and_columns(cute.make_tensor(cute.recast_ptr(words.iterator, dtype=self.dtype), dp.layout))
-        for group in cutlass.range_constexpr(self.config.tile_m // 16):
-            delta = statistics(rows, self.config.tile_m + 16 * group + GROUP * quad)
-            for element in cutlass.range_constexpr(GROUP):
-                column = GROUP * group + element
-                for row in cutlass.range_constexpr(ROWS):
-                    gradients[row, column] = p[row, column].to(Float32) * (gradients[row, column] - delta[element])
+        p = new_left_operand(dp, self.dtype)
+        read_piece(memory.p, words_of(p), state.parity)
+        differentiate(dp, p, memory.rows[None, state.q.index], self.config.tile_m)
         convert(dp, self.dtype, target=operand)
-        target = transposed(memory.ds)[None, None, state.parity]
-        copy = store_copy(products.scores_first, self.dtype, cute.arch.thread_idx()[0] % WARPGROUP_THREADS)
-        cute.copy(copy, copy.retile(cute.make_tensor(operand.iterator, dp.layout)), copy.partition_D(target))
-        cute.arch.fence_view_async_shared()
+        write_scores(products.scores_first, operand, dp.layout, transposed(memory.ds)[None, None, state.parity])
         arrive(RoleBarrier.GRADIENTS, state.parity)
         self.meet()
