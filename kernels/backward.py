@@ -20,8 +20,9 @@ from .backward_consume import BackwardConsumer
 from .backward_edges import THREADS, Epilogue, Prologue
 from .backward_load import BackwardProducer
 from .backward_roles import GradientRole, ProbabilityRole
-from .backward_store import SumStore
 from .backward_smem import backward_layouts, backward_storage
+from .backward_store import SumStore
+from .backward_wide import WideConsumer
 from .blocks import Band
 from .config import WARPGROUP_THREADS, WARPS_PER_WARPGROUP, BackwardConfig
 from .forward import DTYPES, heads_last
@@ -164,6 +165,9 @@ class BackwardKernel:
                     ProbabilityRole(*role).run(self.lengths(tensors), outputs[1], (*shared, s_p), pipes, queue, run)
                 else:
                     GradientRole(*role).run(self.lengths(tensors), outputs[0], (*shared, s_p), pipes, queue, run)
+            elif const_expr(config.wide):
+                consumer = WideConsumer(config, self.dtype, self.band, self.schedule)
+                consumer.run(self.lengths(tensors), outputs, shared, pipes, queue, run)
             else:
                 consumer = BackwardConsumer(config, self.dtype, self.band, self.schedule)
                 consumer.run(self.lengths(tensors), outputs, shared, pipes, queue, run)

@@ -36,6 +36,13 @@ class RoleBarrier(IntEnum):
     OWN = 9  # all threads of one warpgroup are here: one id a warpgroup
 
 
+class WideBarrier(IntEnum):
+    """Those of the backward kernel for wide heads without roles, beside SUMS_FREE and SUMS_FULL."""
+
+    STEP = 1  # a warpgroup has written a step's dS and read the one before: 1 to 4, by parity of the step and warpgroup
+    OWN = 9  # all threads of one warpgroup are here: 9, 10
+
+
 @dataclass(frozen=True)
 class Turns:
     """Ping-pong: a warpgroup issues its matrix products only in its turn, so one's softmax runs under the others'

@@ -190,11 +190,24 @@ class BackwardConfig:
     consumer_warpgroups = 2
 
     @property
+    def wide(self):
+        """True for heads beside whose dK and dV registers do not hold what backward_consume.py keeps in flight."""
+        return max(self.head_dim, self.head_dim_v) > 128
+
+    @property
     def roles(self):
         """True where dK and dV of 64 keys are all that registers hold: one warpgroup has dV, the other dK
-        (backward_roles.py); otherwise each has both, of 64 keys of its own.
+        (backward_roles.py). Otherwise each has both, of 64 keys of its own.
         """
-        return max(self.head_dim, self.head_dim_v) > 128
+        return self.wide and self.free_registers() < 0
+
+    def free_registers(self):
+        """Registers left per consumer thread beside dK, dV and the larger of dQ's piece and dP with P in 16 bit, all
+        for 64 keys and 64 queries.
+        """
+        totals = (self.head_dim + self.head_dim_v) // 2
+        step = max(self.dq_columns // 2, WGMMA_M // 2 + WGMMA_M // 4)
+        return self.registers[1] - OTHER_REGISTERS - totals - step
 
     @property
     def tile_n(self):
@@ -202,10 +215,12 @@ class BackwardConfig:
 
     @property
     def score_stages(self):
-        """Buffers of ``tile_m`` by ``tile_n`` scores in 16 bit. With roles: dS and P of two steps each. Otherwise three
-        of dS, which is read in the next step, when a warpgroup that is ahead may already write the one after that.
+        """Buffers of ``tile_m`` by ``tile_n`` scores in 16 bit. With roles: dS and P of two steps each. Otherwise dS,
+        which is read in the next step: three where a warpgroup that is ahead may already write the one after that.
         """
-        return 4 if self.roles else 3
+        if self.roles:
+            return 4
+        return 2 if self.wide else 3
 
     @property
     def score_words(self):
@@ -248,7 +263,7 @@ class BackwardConfig:
     @property
     def key_columns(self):
         """Columns of K in shared memory: head_dim, or more so that dQ's pieces are equal and whole swizzle atoms."""
-        unit = (32 if self.roles else 64) * self.column_pieces
+        unit = (32 if self.wide else 64) * self.column_pieces
         return -(-self.head_dim // unit) * unit
 
     @property
@@ -279,7 +294,7 @@ class BackwardConfig:
     @property
     def memory_choice(self):
         """``(do_stages, sum_rounds)``: the first choice that fits, or the smallest."""
-        choices = [(self.stages, 1), (self.stages, 2), (1, 2)] if self.roles else [(self.stages, 1)]
+        choices = [(self.stages, 1), (self.stages, 2), (1, 2)] if self.wide else [(self.stages, 1)]
         fitting = (choice for choice in choices if self._smem_bytes(*choice) <= SHARED_MEMORY_LIMIT)
         return next(fitting, choices[-1])
 
@@ -315,7 +330,7 @@ class BackwardConfig:
             ),
             (self.dtype in SHORT_DTYPES, f"dtype must be bfloat16 or float16, got {self.dtype}"),
             (
-                self.tile_m == WGMMA_M or self.tile_m == 2 * WGMMA_M and not self.roles,
+                self.tile_m == WGMMA_M or self.tile_m == 2 * WGMMA_M and not self.wide,
                 f"tile_m must be 64, or 128 at head dims up to 128, got {self.tile_m}",
             ),
             (self.stages >= 2, f"stages must be at least 2 (S of the next step is made under this one), got {self.stages}"),
