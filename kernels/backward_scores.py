@@ -1,4 +1,4 @@
-"""What the backward kernels for wide heads do with scores in registers: one thread's share of a (keys, queries) tile."""
+"""What the backward kernels for wide heads do with scores in registers, a thread's share of (keys, queries)."""
 
 import math
 
@@ -44,14 +44,14 @@ def exponentiate(
     quad = cute.arch.lane_idx() % QUAD
     for group in cutlass.range_constexpr(cute.size(scores, mode=[1]) // GROUP):
         lse = statistics(rows, 16 * group + GROUP * quad)
-        for element in cutlass.range_constexpr(GROUP):
+        for index in cutlass.range_constexpr(GROUP * ROWS):
+            element, row = index // ROWS, index % ROWS
             column = GROUP * group + element
-            for row in cutlass.range_constexpr(ROWS):
-                exponent = scores[row, column] * scale_log2 - lse[element]
-                if const_expr(masked):
-                    visible = Int32(8 * (column // 2) + column % 2) >= limits[row]
-                    exponent = cutlass.select_(visible, exponent, Float32(-math.inf))
-                scores[row, column] = cute.math.exp2(exponent, fastmath=True)
+            exponent = scores[row, column] * scale_log2 - lse[element]
+            if const_expr(masked):
+                visible = Int32(8 * (column // 2) + column % 2) >= limits[row]
+                exponent = cutlass.select_(visible, exponent, Float32(-math.inf))
+            scores[row, column] = cute.math.exp2(exponent, fastmath=True)
 
 
 @cute.jit
@@ -64,11 +64,11 @@ def differentiate(dp: cute.Tensor, p: cute.Tensor, rows: cute.Tensor, tile_m: cu
     quad = cute.arch.lane_idx() % QUAD
     for group in cutlass.range_constexpr(cute.size(gradients, mode=[1]) // GROUP):
         delta = statistics(rows, tile_m + 16 * group + GROUP * quad)
-        for element in cutlass.range_constexpr(GROUP):
+        for index in cutlass.range_constexpr(GROUP * ROWS):
+            element, row = index // ROWS, index % ROWS
             column = GROUP * group + element
-            for row in cutlass.range_constexpr(ROWS):
-                difference = gradients[row, column] - delta[element]
-                gradients[row, column] = probabilities[row, column].to(Float32) * difference
+            difference = gradients[row, column] - delta[element]
+            gradients[row, column] = probabilities[row, column].to(Float32) * difference
 
 
 @cute.jit

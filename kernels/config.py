@@ -330,10 +330,10 @@ class BackwardConfig:
             ),
             (self.dtype in SHORT_DTYPES, f"dtype must be bfloat16 or float16, got {self.dtype}"),
             (
-                self.tile_m == WGMMA_M or self.tile_m == 2 * WGMMA_M and not self.wide,
+                self.tile_m == WGMMA_M or (self.tile_m == 2 * WGMMA_M and not self.wide),
                 f"tile_m must be 64, or 128 at head dims up to 128, got {self.tile_m}",
             ),
-            (self.stages >= 2, f"stages must be at least 2 (S of the next step is made under this one), got {self.stages}"),
+            (self.stages >= 2, f"stages must be at least 2 (the next Q is loaded under this one), got {self.stages}"),
             (
                 self.smem_bytes() <= SHARED_MEMORY_LIMIT,
                 f"shared memory must be at most {SHARED_MEMORY_LIMIT} bytes, got {self.smem_bytes()}",
