@@ -10,7 +10,7 @@ from cutlass import Boolean, Float32, Int32, const_expr, pipeline
 from cutlass.cute.nvgpu import warpgroup as wgmma
 
 from .args import BackwardRunTime
-from .backward_products import BackwardProducts, issue, make_backward_products, transposed
+from .backward_products import BackwardProducts, issue, load_v, make_backward_products, transposed
 from .backward_store import sums_barrier
 from .barriers import BackwardBarrier
 from .blocks import Band
@@ -22,7 +22,7 @@ from .schedule import SLOTS, Schedule, TileQueue
 from .softmax import QUAD, ROWS
 from .workspace import write_piece
 
-GROUP = 4  # queries of a step's 16 whose statistics a thread needs, side by side in memory
+LANES = 32
 
 
 class Memory(NamedTuple):
@@ -40,7 +40,6 @@ class Tile(NamedTuple):
 
     dk: cute.Tensor
     dv: cute.Tensor
-    dp: cute.Tensor
     p: cute.Tensor  # Pᵀ of a step in 16 bit, A of dV
     first_queries: cute.Tensor  # first query that sees each of the thread's keys
 
@@ -52,6 +51,8 @@ class State(NamedTuple):
     do: pipeline.PipelineState
     ds: pipeline.PipelineState
     parity: Int32  # of the step: which barriers say that its dS is there
+    follows: Boolean  # another step of the same head
+    staged: Boolean  # a dQ is in shared memory and not yet handed to the store warp
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ class BackwardConsumer:
         k_state, v_state = (pipeline.make_pipeline_state(consumer, 1) for _ in range(2))
         q_state, do_state = (pipeline.make_pipeline_state(consumer, config.stages) for _ in range(2))
         ds_state = pipeline.make_pipeline_state(consumer, config.score_stages)
-        state = State(q_state, do_state, ds_state, Int32(0))
+        state = State(q_state, do_state, ds_state, Int32(0), Boolean(False), Boolean(False))
         queue_state = pipeline.make_pipeline_state(consumer, SLOTS)
         own_key = warpgroup * WGMMA_M + thread // QUAD // 8 * 16 + thread // QUAD % 8
         index, tiles = self.schedule.first(), self.schedule.count(seqlen_k, run.head_parts, batch)
@@ -97,6 +98,8 @@ class BackwardConsumer:
             tile = self.start(products, first_key, seqlen_q, seqlen_k, run)
             k_pipe.consumer_wait(k_state)
             v_pipe.consumer_wait(v_state)
+            if const_expr(config.register_v):
+                load_v(self.dtype, products, s_v, warpgroup, thread)
             while head < last_head:
                 state = self.head(products, memory, state, tile, blocks, warpgroup, run)
                 head += 1
@@ -127,8 +130,7 @@ class BackwardConsumer:
         first_queries = cute.make_rmem_tensor(ROWS, Int32)
         for row in cutlass.range_constexpr(ROWS):
             first_queries[row] = self.band.first_query(first_key + 8 * row, seqlen_q, seqlen_k, run.right)
-        dp = new_accumulator(products.scores_first, (WGMMA_M, config.tile_m))
-        return Tile(dk, dv, dp, self.new_operand(products), first_queries)
+        return Tile(dk, dv, self.new_operand(products), first_queries)
 
     @cute.jit
     def head(
@@ -138,19 +140,15 @@ class BackwardConsumer:
         first, unmasked, end = blocks
         memory.q_pipe.consumer_wait(state.q)
         scores = self.issue_scores(products, state.q)
-        wgmma.wait_group(0)
         self.probabilities(tile, scores, memory.rows[None, state.q.index], first, run, masked=True)
         memory.do_pipe.consumer_wait(state.do)
-        self.issue_dp(products, state, tile)
-        self.issue_dv(products, state, tile)
-        wgmma.wait_group(1)
-        # The first step's dQ is that of no step: it is not stored
+        # What stands as dQ of the step before the first is not stored
         self.scores_written(warpgroup, state.parity ^ 1)
         for block in cutlass.range(first + 1, unmasked, unroll=1):
-            state = self.step(products, memory, state, tile, block, block > first + 1, warpgroup, run, masked=True)
+            state = self.step(products, memory, state, tile, block, warpgroup, run, masked=True)
         for block in cutlass.range(cutlass.max(first + 1, unmasked), end, unroll=1):
-            state = self.step(products, memory, state, tile, block, block > first + 1, warpgroup, run, masked=False)
-        return self.last_step(products, memory, state, tile, end - 1 > first, warpgroup)
+            state = self.step(products, memory, state, tile, block, warpgroup, run, masked=False)
+        return self.last_step(products, memory, state, tile, warpgroup)
 
     @cute.jit
     def step(
@@ -160,60 +158,60 @@ class BackwardConsumer:
         state: State,
         tile: Tile,
         block: Int32,
-        follows: Boolean,
         warpgroup: Int32,
         run: BackwardRunTime,
         masked: cutlass.Constexpr[bool],
     ) -> State:
-        """dV and dK of the step before ``block``, dQ of the one before that where that step ``follows`` one; P of
-        ``block``.
-        """
+        """dV and dK of the step before ``block``, dQ of the one before that; P of ``block``."""
+        has_dq = state.follows
+        dp = self.issue_gradients(products, state, tile)
         # dS under dV
-        ds = self.score_gradients(products, memory, state, tile, tile.dp, warpgroup)
+        ds = self.score_gradients(products, memory, state, tile, dp, warpgroup)
         following = state.q.clone()
         following.advance()
-        self.issue_dk(products, state, tile, ds)
         dq = self.issue_dq_before(products, state)
-        memory.q_pipe.consumer_wait(following)
+        self.issue_dk(products, state, tile, ds)
         wgmma.wait_group(1)
         memory.do_pipe.consumer_release(state.do)
-        memory.q_pipe.consumer_release(state.q)
+        # dQ leaves under dK
+        if has_dq:
+            self.stage_dq(memory, dq, warpgroup)
+        memory.q_pipe.consumer_wait(following)
         scores = self.issue_scores(products, following)
-        wgmma.wait_group(1)
-        if follows:
-            self.store_dq(memory, dq, warpgroup)
-        state.do.advance()
-        memory.do_pipe.consumer_wait(state.do)
-        self.issue_dp(products, state, tile)
-        wgmma.wait_group(1)
         self.probabilities(tile, scores, memory.rows[None, following.index], block, run, masked=masked)
-        self.issue_dv(products, state, tile)
-        wgmma.wait_group(1)
+        state.do.advance()
+        # The wait on a barrier is a branch, which holds the wait for dK behind the exponentials
+        memory.do_pipe.consumer_wait(state.do)
+        wgmma.wait_group(0)
+        memory.q_pipe.consumer_release(state.q)
         state.ds.advance()
-        return State(following, state.do, state.ds, state.parity ^ 1)
+        return State(following, state.do, state.ds, state.parity ^ 1, Boolean(True), has_dq)
 
     @cute.jit
     def last_step(
-        self, products: BackwardProducts, memory: Memory, state: State, tile: Tile, follows: Boolean, warpgroup: Int32
+        self, products: BackwardProducts, memory: Memory, state: State, tile: Tile, warpgroup: Int32
     ) -> State:
         """A head's last step, with its own dQ."""
-        ds = self.score_gradients(products, memory, state, tile, tile.dp, warpgroup)
+        dp = self.issue_gradients(products, state, tile)
+        ds = self.score_gradients(products, memory, state, tile, dp, warpgroup)
         dq = self.issue_dq_before(products, state)
         self.issue_dk(products, state, tile, ds)
         wgmma.wait_group(1)
         memory.do_pipe.consumer_release(state.do)
-        if follows:
-            self.store_dq(memory, dq, warpgroup)
+        if state.follows:
+            self.stage_dq(memory, dq, warpgroup)
+            self.hand_over_dq(warpgroup)
         self.wait_scores(warpgroup, state.parity)
         dq = self.issue_dq(products, state.ds.index)
         wgmma.wait_group(0)
         memory.q_pipe.consumer_release(state.q)
-        self.store_dq(memory, dq, warpgroup)
+        self.stage_dq(memory, dq, warpgroup)
+        self.hand_over_dq(warpgroup)
         state.q.advance()
         state.do.advance()
         state.ds.advance()
         # The next head's first step takes the same barriers: the others may only be full when all have passed these
-        return State(state.q, state.do, state.ds, state.parity)
+        return State(state.q, state.do, state.ds, state.parity, Boolean(False), Boolean(False))
 
     def new_operand(self, products):
         """Registers for Pᵀ or dSᵀ in 16 bit."""
@@ -229,18 +227,15 @@ class BackwardConsumer:
         return scores
 
     @cute.jit
-    def issue_dp(self, products: BackwardProducts, state: State, tile: Tile):
-        """Start dPᵀ = V dOᵀ."""
+    def issue_gradients(self, products: BackwardProducts, state: State, tile: Tile):
+        """Start dPᵀ = V dOᵀ and dV += Pᵀ dO."""
+        dp = new_accumulator(products.scores_first, (WGMMA_M, self.config.tile_m))
         do = products.do[None, None, None, state.do.index]
-        wgmma.fence()
-        issue(products.scores_first, products.scores_add, tile.dp, products.v, do)
-
-    @cute.jit
-    def issue_dv(self, products: BackwardProducts, state: State, tile: Tile):
-        """Start dV += Pᵀ dO."""
         do_transposed = products.do_transposed[None, None, None, state.do.index]
         wgmma.fence()
+        issue(products.dp_first, products.dp_add, dp, products.v, do)
         issue(products.dv_add, products.dv_add, tile.dv, tile.p, do_transposed)
+        return dp
 
     @cute.jit
     def issue_dq_before(self, products: BackwardProducts, state: State):
@@ -278,10 +273,16 @@ class BackwardConsumer:
         cute.arch.barrier(barrier_id=barrier, number_of_threads=2 * WARPGROUP_THREADS)
 
     @cute.jit
-    def store_dq(self, memory: Memory, dq: cute.Tensor, warpgroup: Int32):
-        """Hand this warpgroup's piece of dQ to its store warp."""
+    def stage_dq(self, memory: Memory, dq: cute.Tensor, warpgroup: Int32):
+        """Write this warpgroup's piece of dQ to shared memory. It is handed over later: the fence between waits for
+        the writes.
+        """
         sums_barrier(BackwardBarrier.SUMS_FREE, warpgroup, arrive=False)
         write_piece(memory.dq, dq, warpgroup)
+
+    @cute.jit
+    def hand_over_dq(self, warpgroup: Int32):
+        """Give the staged piece to the store warp."""
         cute.arch.fence_view_async_shared()
         sums_barrier(BackwardBarrier.SUMS_FULL, warpgroup, arrive=True)
 
@@ -295,56 +296,71 @@ class BackwardConsumer:
         run: BackwardRunTime,
         masked: cutlass.Constexpr[bool],
     ):
-        """Pᵀ = exp2(Sᵀ scale - LSE), in place and in 16 bit."""
+        """Wait for Sᵀ; Pᵀ = exp2(Sᵀ scale - LSE), in place and in 16 bit."""
         scores = rows_and_columns(accumulator)
         quad = cute.arch.lane_idx() % QUAD
         limits = cute.make_rmem_tensor(ROWS, Int32)
         for row in cutlass.range_constexpr(ROWS):
             limits[row] = tile.first_queries[row] - block * self.config.tile_m - 2 * quad
-        for group in cutlass.range_constexpr(self.config.tile_m // 16):
-            lse = statistics(rows, 16 * group + GROUP * quad)
-            for element in cutlass.range_constexpr(GROUP):
-                column = GROUP * group + element
-                for row in cutlass.range_constexpr(ROWS):
-                    exponent = scores[row, column] * run.scale_log2 - lse[element]
-                    if const_expr(masked):
-                        visible = Int32(8 * (column // 2) + column % 2) >= limits[row]
-                        exponent = cutlass.select_(visible, exponent, Float32(-math.inf))
-                    scores[row, column] = cute.math.exp2(exponent, fastmath=True)
+        lse = own_statistics(rows, 0, self.config.tile_m)
+        wgmma.wait_group(0)
+        for column in cutlass.range_constexpr(self.config.tile_m // QUAD):
+            shift = statistic(lse, column)
+            for row in cutlass.range_constexpr(ROWS):
+                exponent = scores[row, column] * run.scale_log2 - shift
+                if const_expr(masked):
+                    visible = Int32(8 * (column // 2) + column % 2) >= limits[row]
+                    exponent = cutlass.select_(visible, exponent, Float32(-math.inf))
+                scores[row, column] = cute.math.exp2(exponent, fastmath=True)
         convert(accumulator, self.dtype, target=tile.p)
 
     @cute.jit
     def score_gradients(
         self, products: BackwardProducts, memory: Memory, state: State, tile: Tile, dp: cute.Tensor, warpgroup: Int32
     ):
-        """dSᵀ = Pᵀ (dPᵀ - delta) in 16 bit, in registers and in shared memory. P is taken as dV takes it: in 16 bit."""
+        """Wait for dPᵀ; dSᵀ = Pᵀ (dPᵀ - delta) in 16 bit, in registers and in shared memory. P is taken as dV takes it,
+        in 16 bit.
+        """
         p = rows_and_columns(cute.make_tensor(tile.p.iterator, dp.layout))
         gradients = rows_and_columns(dp)
-        rows = memory.rows[None, state.q.index]
-        quad = cute.arch.lane_idx() % QUAD
-        for group in cutlass.range_constexpr(self.config.tile_m // 16):
-            delta = statistics(rows, self.config.tile_m + 16 * group + GROUP * quad)
-            for element in cutlass.range_constexpr(GROUP):
-                column = GROUP * group + element
-                for row in cutlass.range_constexpr(ROWS):
-                    gradients[row, column] = p[row, column].to(Float32) * (gradients[row, column] - delta[element])
+        delta = own_statistics(memory.rows[None, state.q.index], self.config.tile_m, self.config.tile_m)
+        wgmma.wait_group(1)
+        for column in cutlass.range_constexpr(self.config.tile_m // QUAD):
+            shift = statistic(delta, column)
+            for row in cutlass.range_constexpr(ROWS):
+                gradients[row, column] = p[row, column].to(Float32) * (gradients[row, column] - shift)
         ds = self.new_operand(products)
         convert(dp, self.dtype, target=ds)
-        # The other warpgroup has written the step before, and so read the one that this one replaces
         self.wait_scores(warpgroup, state.parity ^ 1)
         buffer = transposed(memory.ds)[None, None, state.ds.index]
         target = cute.local_tile(buffer, (WGMMA_M, self.config.tile_m), (warpgroup, 0))
         copy = store_copy(products.scores_first, self.dtype, cute.arch.thread_idx()[0] % WARPGROUP_THREADS)
         cute.copy(copy, copy.retile(cute.make_tensor(ds.iterator, dp.layout)), copy.partition_D(target))
+        # One fence for dS and the dQ staged before
         cute.arch.fence_view_async_shared()
         self.scores_written(warpgroup, state.parity)
+        if state.staged:
+            sums_barrier(BackwardBarrier.SUMS_FULL, warpgroup, arrive=True)
         return ds
 
 
 @cute.jit
-def statistics(rows: cute.Tensor, first: Int32):
-    """GROUP values that a thread needs of a step's row statistics: backward_edges.py says in which order they lie."""
-    values = cute.make_rmem_tensor(GROUP, Float32)
-    source = cute.make_tensor((rows.iterator + first).align(16), cute.make_layout(GROUP))
-    cute.autovec_copy(source, values)
+def own_statistics(rows: cute.Tensor, first: cutlass.Constexpr[int], queries: cutlass.Constexpr[int]):
+    """This lane's share of a step's row statistics from ``first`` on: queries 2 lane and 2 lane + 1 of each 64. The 8
+    lanes that hold a column of the transposed scores need the same statistics; to load them in each would cost 8 times
+    the shared-memory cycles, which bound this kernel.
+    """
+    values = cute.make_rmem_tensor((2, queries // (2 * LANES)), Float32)
+    for part in cutlass.range_constexpr(queries // (2 * LANES)):
+        pointer = rows.iterator + (first + 2 * LANES * part + 2 * cute.arch.lane_idx())
+        cute.autovec_copy(cute.make_tensor(pointer.align(8), cute.make_layout(2)), values[None, part])
     return values
+
+
+@cute.jit
+def statistic(values: cute.Tensor, column: cutlass.Constexpr[int]) -> Float32:
+    """The statistic of a thread's ``column``: its query is 8 (column // 2) + 2 (place in the quad) + column % 2."""
+    groups = LANES // QUAD  # 8 queries each
+    group = column // 2
+    lane = QUAD * (group % groups) + cute.arch.lane_idx() % QUAD
+    return cute.arch.shuffle_sync(values[column % 2, group // groups], lane)

@@ -57,9 +57,8 @@ class Prologue:
                         base_2 = natural * Float32(LOG2_E)
                         if cutlass.const_expr(dlse is not None):
                             delta -= dlse[batch, head, query]
-                slot = statistic_slot(row)
-                rows[batch, head, block, slot] = base_2
-                rows[batch, head, block, self.config.tile_m + slot] = delta
+                rows[batch, head, block, row] = base_2
+                rows[batch, head, block, self.config.tile_m + row] = delta
 
     @cute.jit
     def product(self, out: cute.Tensor, do: cute.Tensor, column: Int32) -> Float32:
@@ -82,14 +81,6 @@ class Prologue:
         for first in cutlass.range_constexpr(0, floats, VECTOR * THREADS):
             target = cute.make_tensor((memory.iterator + (first + VECTOR * thread)).align(16), cute.make_layout(VECTOR))
             cute.copy(copy, zeros, target)
-
-
-def statistic_slot(row):
-    """Where a query's statistic lies among its step's. In a group of 16, a thread of the transposed scores needs those
-    of queries 2 q, 2 q + 1, 8 + 2 q and 9 + 2 q (q: its place in the quad): side by side, one 16-byte load.
-    """
-    within = row % 16
-    return row - within + VECTOR * (within % 8 // 2) + within // 8 * 2 + within % 2
 
 
 @cute.jit

@@ -8,8 +8,10 @@ import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode
 from cutlass.cute.nvgpu import warpgroup as wgmma
+from cutlass.cute.nvgpu.warp import LdMatrix8x8x16bOp
 
-from .config import WGMMA_M
+from .config import WARPGROUP_THREADS, WGMMA_M
+from .products import left_operand_layout
 
 
 class BackwardProducts(NamedTuple):
@@ -17,14 +19,16 @@ class BackwardProducts(NamedTuple):
     step's queries: their accumulators have the order of the A operand of dV and dK.
     """
 
-    scores_first: cute.TiledMma  # Sᵀ = K Qᵀ and dPᵀ = V dOᵀ, first step of the head dimension
+    scores_first: cute.TiledMma  # Sᵀ = K Qᵀ, first step of the head dimension
     scores_add: cute.TiledMma  # the other steps
+    dp_first: cute.TiledMma  # dPᵀ = V dOᵀ, likewise
+    dp_add: cute.TiledMma
     dv_add: cute.TiledMma  # dV += Pᵀ dO, Pᵀ from registers
     dk_add: cute.TiledMma  # dK += dSᵀ Q, dSᵀ from registers
     dq_first: cute.TiledMma  # dQ = dS K, first step of the keys
     dq_add: cute.TiledMma  # the other steps
     k: cute.Tensor  # (.., head_dim / 16) of this warpgroup's keys
-    v: cute.Tensor  # (.., head_dim_v / 16) of this warpgroup's keys
+    v: cute.Tensor  # (.., head_dim_v / 16) of this warpgroup's keys, or registers for them: load_v
     q: cute.Tensor  # (.., head_dim / 16, stages)
     do: cute.Tensor  # (.., head_dim_v / 16, stages)
     q_transposed: cute.Tensor  # (.., tile_m / 16, stages)
@@ -61,6 +65,9 @@ def make_backward_products(
 
     scores_first = make(k_major, k_major, config.tile_m, False)
     scores_add = make(k_major, k_major, config.tile_m, True)
+    v_source = registers if config.register_v else wgmma.OperandSource.SMEM
+    dp_first = make(k_major, k_major, config.tile_m, False, v_source)
+    dp_add = make(k_major, k_major, config.tile_m, True, v_source)
     dv_add = make(k_major, mn_major, config.head_dim_v, True, registers)
     dk_add = make(k_major, mn_major, config.head_dim, True, registers)
     dq_first = make(mn_major, mn_major, config.dq_columns, False)
@@ -71,12 +78,14 @@ def make_backward_products(
     return BackwardProducts(
         scores_first,
         scores_add,
+        dp_first,
+        dp_add,
         dv_add,
         dk_add,
         dq_first,
         dq_add,
-        scores_first.make_fragment_A(scores.partition_A(piece(s_k, WGMMA_M, warpgroup)))[None, None, None, 0],
-        scores_first.make_fragment_A(scores.partition_A(piece(s_v, WGMMA_M, warpgroup)))[None, None, None, 0],
+        own_keys(scores_first, s_k, warpgroup),
+        new_v(config, dtype) if config.register_v else own_keys(scores_first, s_v, warpgroup),
         scores_first.make_fragment_B(scores.partition_B(s_q)),
         scores_first.make_fragment_B(scores.partition_B(s_do)),
         dk_add.make_fragment_B(dk.partition_B(transposed(s_q))),
@@ -86,6 +95,26 @@ def make_backward_products(
             None, None, None, 0
         ],
     )
+
+
+def own_keys(product, shared, warpgroup):
+    """K or V as A: descriptors of this warpgroup's keys in shared memory."""
+    own = piece(shared, WGMMA_M, warpgroup)
+    return product.make_fragment_A(product.get_slice(0).partition_A(own))[None, None, None, 0]
+
+
+def new_v(config, dtype):
+    """Registers for this warpgroup's keys of V as A."""
+    return cute.make_rmem_tensor(left_operand_layout(WGMMA_M * config.head_dim_v // WARPGROUP_THREADS), dtype)
+
+
+@cute.jit
+def load_v(dtype: cutlass.Constexpr, products: BackwardProducts, shared: cute.Tensor, warpgroup: Int32, thread: Int32):
+    """V of a tile, from shared memory to the registers in ``products``."""
+    atom = cute.make_copy_atom(LdMatrix8x8x16bOp(transpose=False, num_matrices=4), dtype)
+    copy = cute.make_tiled_copy_A(atom, products.dp_first).get_slice(thread)
+    source = copy.partition_S(piece(shared, WGMMA_M, warpgroup)[None, None, 0])
+    cute.copy(copy, source, copy.retile(products.v))
 
 
 @cute.jit

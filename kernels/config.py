@@ -272,6 +272,14 @@ class BackwardConfig:
         return self.key_columns // self.column_pieces
 
     @property
+    def register_v(self):
+        """True where V of a warpgroup's keys stays in registers as operand of dP: at head_dim 64 there is room for 16 of
+        them a thread (not for K's too: ptxas serialised the WGMMAs), and shared-memory cycles, which bound the kernel,
+        are saved.
+        """
+        return self.head_dim == self.head_dim_v == 64
+
+    @property
     def row_floats(self):
         """Floats of a step's row statistics: LSE and delta of each query."""
         return 2 * self.tile_m
