@@ -9,6 +9,7 @@ from cutlass import Boolean, Float32, Int32, const_expr, pipeline
 from cutlass.cute.nvgpu import warpgroup as wgmma
 
 from .args import BackwardRunTime
+from .backward_consume import own_statistics
 from .backward_products import issue
 from .backward_role_products import RoleProducts
 from .backward_scores import first_queries_of
@@ -125,6 +126,11 @@ class Role:
 
     def new_scores(self, products):
         return new_accumulator(products.scores_first, (WGMMA_M, self.config.tile_m))
+
+    def statistics(self, memory: Memory, state: State):
+        """This lane's share of what the role needs of a step's row statistics: LSE or delta."""
+        first = self.warpgroup * self.config.tile_m
+        return own_statistics(memory.rows[None, state.q.index], first, self.config.tile_m)
 
     @cute.jit
     def meet(self):

@@ -55,9 +55,10 @@ class ProbabilityRole(Role):
         memory.q_pipe.consumer_wait(state.q)
         scores = self.new_scores(products)
         self.issue_scores(products, scores, state.q.index)
+        lse = self.statistics(memory, state)
         wgmma.wait_group(0)
         limits = query_limits(first_queries, first * self.config.tile_m)
-        exponentiate(scores, memory.rows[None, state.q.index], limits, run.scale_log2, masked=True)
+        exponentiate(scores, lse, limits, run.scale_log2, masked=True)
         memory.q_pipe.consumer_release(state.q)
         state = self.hand_over(memory, state, scores, operand)
         for block in cutlass.range(first + 1, unmasked, unroll=1):
@@ -94,6 +95,7 @@ class ProbabilityRole(Role):
             wgmma.wait_group(2)
             if follows:
                 self.store_dq(memory, dq, self.all_parts)
+            lse = self.statistics(memory, state)
             wgmma.wait_group(1)
         else:
             memory.do_pipe.consumer_wait(state.do)
@@ -107,9 +109,10 @@ class ProbabilityRole(Role):
                 self.store_dq(memory, dq, self.other_parts)
             wgmma.wait_group(1)
             memory.do_pipe.consumer_release(state.do)
+            lse = self.statistics(memory, state)
             wgmma.wait_group(0)
         limits = query_limits(first_queries, block * self.config.tile_m)
-        exponentiate(scores, memory.rows[None, state.q.index], limits, run.scale_log2, masked=masked)
+        exponentiate(scores, lse, limits, run.scale_log2, masked=masked)
         memory.q_pipe.consumer_release(state.q)
         # Registers that a product in flight reads cannot take the next P before that product is done: it comes back
         # from shared memory.
@@ -231,10 +234,11 @@ class GradientRole(Role):
     ):
         """dSᵀ = Pᵀ (dPᵀ - delta) in 16 bit, in registers and in shared memory. P is taken as dV takes it: in 16 bit."""
         memory.q_pipe.consumer_wait(state.q)
+        delta = self.statistics(memory, state)
         wait(RoleBarrier.PROBABILITIES, state.parity)
         p = new_left_operand(dp, self.dtype)
         read_piece(memory.p, words_of(p), state.parity)
-        differentiate(dp, p, memory.rows[None, state.q.index], self.config.tile_m)
+        differentiate(dp, p, delta)
         convert(dp, self.dtype, target=operand)
         write_scores(products.scores_first, operand, dp.layout, transposed(memory.ds)[None, None, state.parity])
         arrive(RoleBarrier.GRADIENTS, state.parity)

@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from .backward_consume import GROUP, statistics
+from .backward_consume import statistic
 from .blocks import Band
 from .config import WARPGROUP_THREADS
 from .products import rows_and_columns, store_copy
@@ -34,20 +34,17 @@ def query_limits(first_queries: cute.Tensor, first: Int32):
 @cute.jit
 def exponentiate(
     accumulator: cute.Tensor,
-    rows: cute.Tensor,
+    lse: cute.Tensor,
     limits: cute.Tensor,
     scale_log2: Float32,
     masked: cutlass.Constexpr[bool],
 ):
-    """Pᵀ = exp2(Sᵀ scale - LSE), in place. ``rows``: the step's row statistics, LSE in base 2 first."""
+    """Pᵀ = exp2(Sᵀ scale - LSE), in place. ``lse``: this lane's share, in base 2."""
     scores = rows_and_columns(accumulator)
-    quad = cute.arch.lane_idx() % QUAD
-    for group in cutlass.range_constexpr(cute.size(scores, mode=[1]) // GROUP):
-        lse = statistics(rows, 16 * group + GROUP * quad)
-        for index in cutlass.range_constexpr(GROUP * ROWS):
-            element, row = index // ROWS, index % ROWS
-            column = GROUP * group + element
-            exponent = scores[row, column] * scale_log2 - lse[element]
+    for column in cutlass.range_constexpr(cute.size(scores, mode=[1])):
+        shift = statistic(lse, column)
+        for row in cutlass.range_constexpr(ROWS):
+            exponent = scores[row, column] * scale_log2 - shift
             if const_expr(masked):
                 visible = Int32(8 * (column // 2) + column % 2) >= limits[row]
                 exponent = cutlass.select_(visible, exponent, Float32(-math.inf))
@@ -55,20 +52,14 @@ def exponentiate(
 
 
 @cute.jit
-def differentiate(dp: cute.Tensor, p: cute.Tensor, rows: cute.Tensor, tile_m: cutlass.Constexpr[int]):
-    """dSᵀ = Pᵀ (dPᵀ - delta), in dP's place. P is taken as dV takes it: in 16 bit. ``rows``: delta behind ``tile_m``
-    LSEs.
-    """
+def differentiate(dp: cute.Tensor, p: cute.Tensor, delta: cute.Tensor):
+    """dSᵀ = Pᵀ (dPᵀ - delta), in dP's place. P is taken as dV takes it: in 16 bit. ``delta``: this lane's share."""
     probabilities = rows_and_columns(cute.make_tensor(p.iterator, dp.layout))
     gradients = rows_and_columns(dp)
-    quad = cute.arch.lane_idx() % QUAD
-    for group in cutlass.range_constexpr(cute.size(gradients, mode=[1]) // GROUP):
-        delta = statistics(rows, tile_m + 16 * group + GROUP * quad)
-        for index in cutlass.range_constexpr(GROUP * ROWS):
-            element, row = index // ROWS, index % ROWS
-            column = GROUP * group + element
-            difference = gradients[row, column] - delta[element]
-            gradients[row, column] = probabilities[row, column].to(Float32) * difference
+    for column in cutlass.range_constexpr(cute.size(gradients, mode=[1])):
+        shift = statistic(delta, column)
+        for row in cutlass.range_constexpr(ROWS):
+            gradients[row, column] = probabilities[row, column].to(Float32) * (gradients[row, column] - shift)
 
 
 @cute.jit

@@ -16,6 +16,7 @@ from cutlass import Boolean, Int32, const_expr, pipeline
 from cutlass.cute.nvgpu import warpgroup as wgmma
 
 from .args import BackwardRunTime
+from .backward_consume import own_statistics
 from .backward_products import BackwardProducts, issue, make_backward_products, make_dk_from_shared, piece, transposed
 from .backward_scores import differentiate, exponentiate, first_queries_of, query_limits, write_scores
 from .backward_store import sums_barrier
@@ -169,16 +170,17 @@ class WideConsumer:
         # P, and dS under dV
         rows = memory.rows[None, state.q.index]
         limits = query_limits(tile.first_queries, block * self.config.tile_m)
-        exponentiate(tile.scores, rows, limits, run.scale_log2, masked=masked)
+        lse, delta = (own_statistics(rows, kind * self.config.tile_m, self.config.tile_m) for kind in range(2))
+        exponentiate(tile.scores, lse, limits, run.scale_log2, masked=masked)
         p = convert(tile.scores, self.dtype, target=new_left_operand(tile.scores, self.dtype))
         memory.do_pipe.consumer_wait(state.do)
         dp = new_accumulator(products.scores_first, (WGMMA_M, self.config.tile_m))
         do, do_transposed = (x[None, None, None, state.do.index] for x in (products.do, products.do_transposed))
         wgmma.fence()
-        issue(products.scores_first, products.scores_add, dp, products.v, do)
+        issue(products.dp_first, products.dp_add, dp, products.v, do)
         issue(products.dv_add, products.dv_add, tile.dv, p, do_transposed)
         wgmma.wait_group(1)
-        differentiate(dp, p, rows, self.config.tile_m)
+        differentiate(dp, p, delta)
         ds = convert(dp, self.dtype)
         self.wait(warpgroup, state.parity ^ 1)
         write_scores(products.scores_first, ds, dp.layout, memory.ds[None, None, state.parity])
