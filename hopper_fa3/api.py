@@ -90,9 +90,7 @@ def flash_attn_func(
         if problem.device.type == "cpu":
             out, lse = reference.blockwise(problem, q, k, v, out=out)
             return (out, lse) if return_attn_probs else out
-        recipe = launch.prepare(
-            problem, q, k, v, out=out, plan=plan, sm_margin=sm_margin, deterministic=deterministic
-        )
+        recipe = launch.prepare(problem, q, k, v, out=out, plan=plan, sm_margin=sm_margin, deterministic=deterministic)
         _remember(signature, recipe)
     if recipe.gradients is not None:
         out, lse = ops.Attention.apply(q, k, v, recipe)

@@ -68,7 +68,7 @@ def _trace(static, plan, options):
     else:
         kernel = ForwardKernel(forward_config(static, plan))
         names = {ForwardKernel.kernel: kernel.config.name}
-        arguments = _arguments(static)
+        arguments = _arguments(static, kernel.config)
     for each, name in names.items():
         # Without the mangled Python name: profilers then show one readable word.
         each.set_name_prefix(name, remove_cutlass_symbol=True, keep_mangled_name=False)
@@ -84,7 +84,7 @@ def _tensor(dtype, *shape, divisibility=8, align=16):
     return cute.runtime.make_fake_tensor(dtype, shape, strides, assumed_align=align)
 
 
-def _arguments(static):
+def _arguments(static, config):
     """Fake arguments of symbolic lengths and strides: one kernel serves them all."""
     dtype = DTYPES[static.dtype]
     batch, seqlen_q, seqlen_k, heads, heads_k = (cute.sym_int() for _ in range(5))
@@ -95,7 +95,7 @@ def _arguments(static):
     out = _tensor(dtype, batch, seqlen_q, heads, head_dim_v)
     lse = _tensor(cutlass.Float32, batch, heads, seqlen_q, divisibility=1, align=4)
     scalars = (cutlass.Float32(1.0), cutlass.Int32(0), cutlass.Int32(1), cutlass.Int32(1))
-    return q, k, v, out, lse, _counter(static), *scalars, _stream()
+    return q, k, v, out, lse, _counter(config), *scalars, _stream()
 
 
 def _backward_arguments(static, config):
@@ -111,13 +111,22 @@ def _backward_arguments(static, config):
     dlse = _tensor(wide, batch, heads, seqlen_q, divisibility=1, align=4) if static.lse_gradient else None
     rows = _tensor(wide, batch, heads, blocks, config.row_floats)
     sums = _tensor(wide, batch, heads, blocks, config.tile_m * config.key_columns)
+    pieces = config.consumer_warpgroups
+    parts = (None, None)
+    if config.split_heads:
+        count, tiles = cute.sym_int(), cute.sym_int()
+        widths = (config.tile_n * dim for dim in (config.head_dim, config.head_dim_v))
+        parts = (_tensor(wide, batch, heads_k, count, tiles, width) for width in widths)
+    turns = (
+        _tensor(cutlass.Int32, batch, heads, blocks, pieces, divisibility=1, align=4) if config.deterministic else None
+    )
     scalars = (wide(1.0), wide(1.0), *(cutlass.Int32(1) for _ in range(4)))
-    return q, k, v, out, lse, do, dlse, dq, dk, dv, rows, sums, _counter(static), *scalars, _stream()
+    return q, k, v, out, lse, do, dlse, dq, dk, dv, rows, sums, turns, *parts, _counter(config), *scalars, _stream()
 
 
-def _counter(static):
+def _counter(config):
     """The tile counter of kernels that have one."""
-    return cute.runtime.make_fake_compact_tensor(cutlass.Int32, (2,), assumed_align=4) if static.right_bound else None
+    return cute.runtime.make_fake_compact_tensor(cutlass.Int32, (2,), assumed_align=4) if config.dynamic else None
 
 
 def _stream():

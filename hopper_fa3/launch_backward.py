@@ -18,31 +18,41 @@ def execute(recipe, q, k, v, out, lse, dout, dlse):
         return dq.zero_(), dk.zero_(), dv.zero_()
     from .compile import compiled  # imports the DSL: only where a kernel is launched
 
+    sms = multiprocessors(problem.device) - recipe.sm_margin
     static = problem.backward_static(dlse is not None, bool(recipe.deterministic))
     plan = planning.choose_backward(static)
+    parts = planning.head_parts(problem, planning.backward_config(static, plan), sms)
+    plan = plan._replace(split_heads=parts > 1)
     function, config = compiled(static, plan), planning.backward_config(static, plan)
     dout = torch.zeros_like(out) if dout is None else dout
     if dlse is not None and dlse.stride(-1) != 1:
         dlse = dlse.contiguous()
-    blocks = -(-problem.seqlen_q // config.tile_m)
-    rows, sums = (
-        torch.empty(
-            (problem.batch, problem.heads, blocks, floats), dtype=torch.float32, device=problem.device
-        )
-        for floats in (config.row_floats, config.tile_m * config.key_columns)
-    )
-    head_parts = problem.heads_k
-    tiles = problem.batch * head_parts * -(-problem.seqlen_k // config.tile_n)
-    ctas = min(tiles, multiprocessors(problem.device) - recipe.sm_margin)
+    tiles = problem.batch * problem.heads_k * parts * -(-problem.seqlen_k // config.tile_n)
     scalars = (
         scale_log2(problem.softmax_scale),
         problem.softmax_scale,
         0 if problem.right is None else problem.right,
-        planning.backward_heads_per_section(problem),
-        head_parts,
-        ctas,
+        planning.backward_heads_per_section(problem, static.deterministic) * parts,
+        problem.heads_k * parts,
+        # Where the order of the sums counts, a tile is a CTA: the hardware starts them in order
+        tiles if static.deterministic else min(tiles, sms),
     )
     counter = tile_counter(q.device) if config.dynamic else None
     tensors = (readable(tensor) for tensor in (q, k, v, out))
-    function(*tensors, lse, readable(dout), dlse, dq, dk, dv, rows, sums, counter, *scalars)
+    function(*tensors, lse, readable(dout), dlse, dq, dk, dv, *workspace(problem, config, parts), counter, *scalars)
     return dq, dk, dv
+
+
+def workspace(problem, config, parts):
+    """``(rows, sums, turns, dk_parts, dv_parts)`` as BackwardKernel describes them, uninitialised; linear in length."""
+
+    def empty(*shape, dtype=torch.float32):
+        return torch.empty(shape, dtype=dtype, device=problem.device)
+
+    steps = (problem.batch, problem.heads, -(-problem.seqlen_q // config.tile_m))
+    turns = empty(*steps, config.consumer_warpgroups, dtype=torch.int32) if config.deterministic else None
+    key_parts = (None, None)
+    if config.split_heads:
+        tiles = (problem.batch, problem.heads_k, parts, -(-problem.seqlen_k // config.tile_n))
+        key_parts = (empty(*tiles, config.tile_n * dim) for dim in (config.head_dim, config.head_dim_v))
+    return empty(*steps, config.row_floats), empty(*steps, config.tile_m * config.key_columns), turns, *key_parts

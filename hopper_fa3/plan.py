@@ -114,11 +114,16 @@ def tile_class(head_dim):
     raise ValueError(f"head_dim must be at most {HEAD_DIM_CLASSES[-1]}, got {head_dim}")
 
 
+# Splitting a K/V head's query heads must save this share of the time at least; what it costs was not measured yet
+SPLIT_GAIN = 0.9
+
+
 class BackwardPlan(NamedTuple):
     """How the gradients of a problem are computed. Part of the key of the compiled kernels."""
 
     tile_m: int  # queries per step
     stages: int = STAGES  # tiles of Q and of dO in flight
+    split_heads: bool = False  # query heads of a K/V head go to several CTAs; choose_backward leaves it to head_parts
 
 
 # (head_dim class, head_dim_v class, right bound) -> plan of the gradients
@@ -146,11 +151,29 @@ def backward_config(static, plan):
     )
 
 
-def backward_heads_per_section(problem):
-    """K/V heads, counted over the batch, whose tiles are scheduled together: see heads_per_section. What should stay in
-    L2 is what all K/V tiles of a head read and add to: Q, dO and the sums of dQ.
+def head_parts(problem, config, sms):
+    """Into how many parts the query heads of each K/V head are split, each part a CTA's: one where that keeps the SMs
+    busy, because the parts' dK and dV cost a way through memory in float32.
+
+    Counts steps in units of a K/V tile and a query head: waves of CTAs times heads of the largest part. Parts of equal
+    numbers of heads, but for the last.
     """
-    if problem.right is None:
+    tiles = problem.batch * problem.heads_k * -(-problem.seqlen_k // config.tile_n)
+
+    def steps(parts):
+        return -(-tiles * parts // sms) * -(-problem.group // parts)
+
+    possible = {-(-problem.group // -(-problem.group // parts)) for parts in range(1, problem.group + 1)}
+    best = min(sorted(possible), key=steps)
+    return best if steps(best) < SPLIT_GAIN * steps(1) else 1
+
+
+def backward_heads_per_section(problem, deterministic):
+    """K/V heads, counted over the batch, whose tiles are scheduled together: see heads_per_section. What should be in
+    L2 is what all K/V tiles of a head read and add to: Q, dO and the sums of dQ. ``deterministic``: a head's tiles wait
+    for each other, so they should not all start together; sections spread them also without a right bound.
+    """
+    if problem.right is None and not deterministic:
         return 1
     row_bytes = (problem.head_dim + problem.head_dim_v) * ELEMENT_BYTES + 4 * problem.head_dim
     heads_k = max(1, L2_BUDGET_BYTES // max(problem.group * problem.seqlen_q * row_bytes, 1))

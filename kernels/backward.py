@@ -1,15 +1,13 @@
 """Backward attention for sm_90a: dQ, dK and dV from Q, K, V, O, LSE and dO, with S and P computed again tile by tile.
 
-FlashAttention-2's loop order (Dao 2023, algorithm 2): K/V tiles outside, queries inside; dK and dV stay in registers, dQ
-is summed in float32 in global memory. Warp-specialised as in FlashAttention-3 (Shah et al. 2024, appendix B.1). What
-is ours: a warpgroup keeps the scores of the next step and dQ of this one in flight under its pointwise work, and dQ
-goes from registers to global memory without shared memory between (workspace.py).
+FlashAttention-2's loop order (Dao 2023, algorithm 2): K/V tiles outside, queries inside; dK and dV stay in registers,
+dQ is summed in float32 in global memory. Warp-specialised as in FlashAttention-3 (Shah et al. 2024, section 3 and
+appendix): one warp loads, two add dQ, two warpgroups compute.
 """
 
 from functools import partial
 
 import cuda.bindings.driver as cuda
-import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr, pipeline
 from cutlass.cute.nvgpu import cpasync
@@ -36,9 +34,9 @@ class BackwardKernel:
         self.config = config
         self.dtype = DTYPES[config.dtype]
         self.band = Band(config.tile_n, config.right_bound)
-        self.schedule = Schedule(config.tile_n, dynamic=config.dynamic, descending=False)
+        self.schedule = Schedule(config.tile_n, dynamic=config.dynamic, descending=config.descending)
         self.prologue = Prologue(config, self.dtype)
-        self.epilogue = Epilogue(config, self.dtype)
+        self.epilogue = Epilogue(config, self.dtype, self.band)
 
     @cute.jit
     def __call__(
@@ -55,6 +53,9 @@ class BackwardKernel:
         dv: cute.Tensor,
         rows: cute.Tensor,
         sums: cute.Tensor,
+        turns: cute.Tensor,
+        dk_parts: cute.Tensor,
+        dv_parts: cute.Tensor,
         counter: cute.Tensor,
         scale_log2: Float32,
         scale: Float32,
@@ -66,11 +67,12 @@ class BackwardKernel:
     ):
         """q, k, v, out, do, dq, dk, dv: (batch, length, heads, head_dim) in 16 bit, last stride 1. lse, dlse: (batch,
         heads, seqlen_q) float32. Workspace in float32: rows (batch, heads, blocks, 2 tile_m), sums (batch, heads,
-        blocks, tile_m key_columns).
+        blocks, tile_m key_columns); where heads are split also dk_parts and dv_parts (batch, heads_k, parts, K/V tiles,
+        tile_n head_dim), else None. In int32: turns (batch, heads, blocks, warpgroups), None where not deterministic.
         """
         config, dtype = self.config, self.dtype
         edge_ctas = sums.shape[0] * sums.shape[1] * sums.shape[2]
-        self.before(out, do, lse, dlse, rows, sums).launch(
+        self.before(out, do, lse, dlse, rows, sums, turns).launch(
             grid=(edge_ctas, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True
         )
         # TMA atoms
@@ -90,34 +92,46 @@ class BackwardKernel:
         )
         run = BackwardRunTime(scale_log2, scale, right, section, head_parts)
         # Launch: persistent, one CTA an SM; without min_blocks_per_mp setmaxnreg would vanish
-        self.kernel(tensors, rows, sums, (heads_last(dk), heads_last(dv)), counter, run).launch(
+        results = (heads_last(dk), heads_last(dv))
+        outputs = (dk_parts, dv_parts) if const_expr(config.split_heads) else results
+        self.kernel(tensors, rows, (sums, turns), outputs, counter, run).launch(
             grid=(ctas, 1, 1), block=(config.threads, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True
         )
-        self.behind(sums, heads_last(dq), scale).launch(
-            grid=(edge_ctas, 1, 1),
+        parts = ((dk_parts, results[0]), (dv_parts, results[1])) if const_expr(config.split_heads) else None
+        key_tiles = dk_parts.shape[0] * dk_parts.shape[1] * dk_parts.shape[3] if const_expr(config.split_heads) else 0
+        self.behind(sums, heads_last(dq), parts, scale, k.shape[1], right).launch(
+            grid=(edge_ctas + key_tiles, 1, 1),
             block=(WARPGROUP_THREADS * config.consumer_warpgroups, 1, 1),
             stream=stream,
             use_pdl=True,
         )
 
     @cute.kernel
-    def before(self, out: cute.Tensor, do: cute.Tensor, lse: cute.Tensor, dlse, rows: cute.Tensor, sums: cute.Tensor):
+    def before(
+        self, out: cute.Tensor, do: cute.Tensor, lse: cute.Tensor, dlse, rows: cute.Tensor, sums: cute.Tensor, turns
+    ):
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()
-        self.prologue.run(out, do, lse, dlse, rows, sums)
+        self.prologue.run(out, do, lse, dlse, rows, sums, turns)
 
     @cute.kernel
-    def behind(self, sums: cute.Tensor, dq: cute.Tensor, scale: Float32):
+    def behind(self, sums: cute.Tensor, dq: cute.Tensor, parts, scale: Float32, seqlen_k: Int32, right: Int32):
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()
-        self.epilogue.run(sums, dq, scale)
+        key_tile = cute.arch.block_idx()[0] - sums.shape[0] * sums.shape[1] * sums.shape[2]
+        if key_tile < 0:
+            self.epilogue.queries(sums, dq, scale, seqlen_k, right)
+        elif const_expr(self.config.split_heads):
+            (dk_parts, dk), (dv_parts, dv) = parts
+            self.epilogue.keys(key_tile, dk_parts, dk, self.config.head_dim, scale)
+            self.epilogue.keys(key_tile, dv_parts, dv, self.config.head_dim_v, Float32(1.0))
 
     @cute.kernel
     def kernel(
         self,
         tensors: tuple,
         rows: cute.Tensor,
-        sums: cute.Tensor,
+        sums: tuple,
         outputs: tuple,
         counter: cute.Tensor,
         run: BackwardRunTime,
@@ -152,7 +166,7 @@ class BackwardKernel:
                 producer.run(tensors, rows, (s_k, s_v, s_q, s_do, s_rows), pipes, queue, run)
             elif warp <= config.consumer_warpgroups:
                 store = SumStore(config, self.band, self.schedule)
-                store.run(self.lengths(tensors), sums, s_dq, queue, run, warp - 1)
+                store.run(self.lengths(tensors), *sums, s_dq, queue, run, warp - 1)
         else:
             cute.arch.setmaxregister_increase(consumer_registers)
             shared = (s_k, s_v, s_q, s_do, s_rows, s_ds, s_dq)
@@ -180,7 +194,7 @@ class BackwardKernel:
         return seqlen_q, seqlen_k, heads, heads_k, batch
 
     def storage(self):
-        """The struct of shared memory; BackwardConfig's arithmetic, by which plans are chosen, must not promise less."""
+        """The struct of shared memory; BackwardConfig's arithmetic, by which plans are made, must not promise less."""
         storage = backward_storage(self.config, self.dtype)
         if storage.size_in_bytes() > self.config.smem_bytes():
             raise ValueError(f"{self.config.name}: {storage.size_in_bytes()} bytes, planned {self.config.smem_bytes()}")

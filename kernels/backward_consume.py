@@ -107,17 +107,40 @@ class BackwardConsumer:
             v_pipe.consumer_release(v_state)
             k_state.advance()
             v_state.advance()
-            # dK and dV leave
             begin(Phase.EPILOGUE)
-            for element in cutlass.range(cute.size(tile.dk), unroll_full=True):
-                tile.dk[element] = tile.dk[element] * run.scale
-            piece = Piece(n_block, head_k, batch_index, warpgroup, thread, Boolean(False), first_key)
-            out_dk, out_dv = outputs
-            DirectOutput(self.dtype, config.head_dim).store(out_dk, None, tile.dk, None, piece)
-            DirectOutput(self.dtype, config.head_dim_v).store(out_dv, None, tile.dv, None, piece)
+            self.store_gradients(outputs, tile, n_block, head_k, part, batch_index, warpgroup, first_key, run)
             begin(Phase.WAIT_TILE)
             index, queue_state = self.schedule.receive(queue, queue_state, index)
+        # No barrier is left half full
+        sums_barrier(BackwardBarrier.SUMS_FREE, warpgroup, arrive=False)
         begin(Phase.EXIT)
+
+    @cute.jit
+    def store_gradients(
+        self,
+        outputs: tuple,
+        tile: Tile,
+        n_block: Int32,
+        head_k: Int32,
+        part: Int32,
+        batch: Int32,
+        warpgroup: Int32,
+        first_key: Int32,
+        run: BackwardRunTime,
+    ):
+        """dK and dV of this warpgroup's keys leave: in the input's dtype, or as one of the parts to be added later."""
+        out_dk, out_dv = outputs
+        if const_expr(self.config.split_heads):
+            part -= head_k * out_dk.shape[2]
+            write_piece(out_dk[batch, head_k, part, n_block, None], tile.dk, warpgroup)
+            write_piece(out_dv[batch, head_k, part, n_block, None], tile.dv, warpgroup)
+        else:
+            for element in cutlass.range(cute.size(tile.dk), unroll_full=True):
+                tile.dk[element] = tile.dk[element] * run.scale
+            thread = cute.arch.thread_idx()[0] % WARPGROUP_THREADS
+            piece = Piece(n_block, head_k, batch, warpgroup, thread, Boolean(False), first_key)
+            DirectOutput(self.dtype, self.config.head_dim).store(out_dk, None, tile.dk, None, piece)
+            DirectOutput(self.dtype, self.config.head_dim_v).store(out_dv, None, tile.dv, None, piece)
 
     @cute.jit
     def start(self, products: BackwardProducts, first_key: Int32, seqlen_q: Int32, seqlen_k: Int32, run) -> Tile:

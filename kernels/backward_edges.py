@@ -5,11 +5,13 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Boolean, Float32, Int32, const_expr
 
+from .blocks import Band
 from .config import WARPGROUP_THREADS, WGMMA_M, BackwardConfig
 from .output import GROUP, DirectOutput, Piece
-from .softmax import QUAD
+from .products import rows_and_columns
+from .softmax import QUAD, ROWS
 from .workspace import VECTOR, read_piece
 
 THREADS = 256  # of a CTA before the main kernel
@@ -27,15 +29,18 @@ class Prologue:
     dtype: type
 
     @cute.jit
-    def run(self, out: cute.Tensor, do: cute.Tensor, lse: cute.Tensor, dlse, rows: cute.Tensor, dq: cute.Tensor):
+    def run(self, out: cute.Tensor, do: cute.Tensor, lse: cute.Tensor, dlse, rows: cute.Tensor, dq: cute.Tensor, turns):
         """One step's queries of one head. out, do: (batch, seqlen_q, heads, head_dim_v); lse, dlse (or None): (batch,
-        heads, seqlen_q); rows: (batch, heads, blocks, 2 tile_m); dq: (batch, heads, blocks, floats).
+        heads, seqlen_q); rows: (batch, heads, blocks, 2 tile_m); dq: (batch, heads, blocks, floats); turns (batch,
+        heads, blocks, pieces) or None: also set to 0.
         """
         thread = cute.arch.thread_idx()[0]
         block, head, batch = tile_of(cute.arch.block_idx()[0], dq.shape[2], dq.shape[1])
         self.clear(dq[batch, head, block, None], thread)
-        lanes = max(8, self.config.head_dim_v // 8) if self.config.head_dim_v in (64, 128, 256) else 32
-        lanes = 16 if self.config.head_dim_v == 96 else lanes
+        if const_expr(turns is not None):
+            if thread < turns.shape[3]:
+                turns[batch, head, block, thread] = Int32(0)
+        lanes = 1 << (self.config.head_dim_v // GROUP - 1).bit_length()  # of a row; a power of two for the shuffles
         column = thread % lanes
         for first in cutlass.range_constexpr(0, self.config.tile_m, THREADS // lanes):
             row = first + thread // lanes
@@ -44,7 +49,6 @@ class Prologue:
             present = query < out.shape[1]
             if present and GROUP * column < out.shape[3]:
                 delta = self.product(out[batch, query, head, None], do[batch, query, head, None], column)
-            offset = lanes // 2
             for step in cutlass.range_constexpr(int(math.log2(lanes))):
                 delta += cute.arch.shuffle_sync_bfly(delta, offset=lanes >> (step + 1))
             if column == 0:
@@ -55,7 +59,7 @@ class Prologue:
                         delta = Float32(0.0)
                     else:
                         base_2 = natural * Float32(LOG2_E)
-                        if cutlass.const_expr(dlse is not None):
+                        if const_expr(dlse is not None):
                             delta -= dlse[batch, head, query]
                 rows[batch, head, block, row] = base_2
                 rows[batch, head, block, self.config.tile_m + row] = delta
@@ -93,24 +97,66 @@ def tile_of(index: Int32, blocks: Int32, heads: Int32):
 
 @dataclass(frozen=True)
 class Epilogue:
-    """dQ: its float32 sums times the scale, in the input's dtype."""
+    """Float32 sums times the scale, in the input's dtype: dQ, and dK and dV where they left as parts."""
 
     config: BackwardConfig
     dtype: type
+    band: Band
 
     @cute.jit
-    def run(self, sums: cute.Tensor, dq: cute.Tensor, scale: Float32):
-        """One step's queries of one head, a piece a warpgroup. dq: (seqlen_q, head_dim, heads, batch)."""
+    def queries(self, sums: cute.Tensor, dq: cute.Tensor, scale: Float32, seqlen_k: Int32, right: Int32):
+        """dQ of one step's queries of one head, a piece a warpgroup. dq: (seqlen_q, head_dim, heads, batch). A query
+        that sees no key gets 0, whatever dO held.
+        """
         config = self.config
         block, head, batch = tile_of(cute.arch.block_idx()[0], sums.shape[2], sums.shape[1])
         thread = cute.arch.thread_idx()[0] % WARPGROUP_THREADS
         warpgroup = cute.arch.thread_idx()[0] // WARPGROUP_THREADS
         accumulator = cute.make_rmem_tensor(WGMMA_M * config.dq_columns // WARPGROUP_THREADS, Float32)
         read_piece(sums[batch, head, block, None], accumulator, warpgroup)
-        for element in cutlass.range(cute.size(accumulator), unroll_full=True):
-            accumulator[element] = accumulator[element] * scale
         query_piece = warpgroup if config.query_pieces > 1 else 0
         first_column = 0 if config.query_pieces > 1 else warpgroup * config.dq_columns
         first_row = block * config.tile_m + query_piece * WGMMA_M + thread // QUAD // 8 * 16 + thread // QUAD % 8
-        piece = Piece(0, head, batch, warpgroup, thread, False, first_row, first_column)
+        values = rows_and_columns(accumulator)
+        for index in cutlass.range_constexpr(ROWS):
+            sees_none = self.band.key_limit(first_row + 8 * index, dq.shape[0], seqlen_k, right) <= 0
+            for column in cutlass.range(cute.size(values, mode=[1]), unroll_full=True):
+                value = values[index, column] * scale
+                if const_expr(self.band.right_bound):
+                    value = cutlass.select_(sees_none, Float32(0.0), value)
+                values[index, column] = value
+        piece = Piece(0, head, batch, warpgroup, thread, Boolean(False), first_row, first_column)
         DirectOutput(self.dtype, config.dq_columns).store(dq, None, accumulator, None, piece)
+
+    @cute.jit
+    def keys(
+        self,
+        index: Int32,
+        parts: cute.Tensor,
+        target: cute.Tensor,
+        head_dim: cutlass.Constexpr[int],
+        scale: Float32,
+    ):
+        """dK or dV of one K/V tile of one head. parts: (batch, heads_k, parts, tiles, floats); target: (seqlen_k,
+        head_dim, heads_k, batch). A warpgroup has 64 keys; where there are no more, half of their columns if it is
+        whole groups of a quad, or the first has them all.
+        """
+        tile_n, warpgroups = self.config.tile_n, self.config.consumer_warpgroups
+        halves = warpgroups * WGMMA_M // tile_n if head_dim % 64 == 0 else 1
+        columns = head_dim // halves
+        block, head, batch = tile_of(index, parts.shape[3], parts.shape[1])
+        thread = cute.arch.thread_idx()[0] % WARPGROUP_THREADS
+        warpgroup = cute.arch.thread_idx()[0] // WARPGROUP_THREADS
+        if warpgroup < tile_n // WGMMA_M * halves:
+            total, part = (cute.make_rmem_tensor(WGMMA_M * columns // WARPGROUP_THREADS, Float32) for _ in range(2))
+            total.fill(0.0)
+            for each in cutlass.range(parts.shape[2], unroll=1):
+                read_piece(parts[batch, head, each, block, None], part, warpgroup)
+                for element in cutlass.range(cute.size(total), unroll_full=True):
+                    total[element] = total[element] + part[element] * scale
+            rows, first_column = warpgroup, 0
+            if const_expr(tile_n == WGMMA_M):
+                rows, first_column = 0, warpgroup * columns
+            first_row = block * tile_n + rows * WGMMA_M + thread // QUAD // 8 * 16 + thread // QUAD % 8
+            piece = Piece(0, head, batch, warpgroup, thread, Boolean(False), first_row, first_column)
+            DirectOutput(self.dtype, columns).store(target, None, total, None, piece)

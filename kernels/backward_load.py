@@ -47,7 +47,9 @@ class BackwardProducer:
             v_tiles, v_stages = head_tiles(tiled_v, s_v, (config.tile_n, config.head_dim_v), head_k, batch_index)
             q_tiles, q_stages = head_tiles(tiled_q, s_q, (config.tile_m, config.head_dim), head, batch_index)
             do_tiles, do_stages = head_tiles(tiled_do, s_do, (config.tile_m, config.head_dim_v), head, batch_index)
-            q_state = self.load_queries(tiled_q, q_tiles, q_stages, rows[batch_index, head, first, None], s_rows, first, q_pipe, q_state)
+            q_state = self.load_queries(
+                tiled_q, q_tiles, q_stages, rows[batch_index, head, first, None], s_rows, first, q_pipe, q_state
+            )
             k_state = load(Phase.LOAD_K, tiled_k.atom, k_tiles[None, n_block], k_stages, k_pipe, k_state)
             do_state = load(Phase.LOAD_DO, tiled_do.atom, do_tiles[None, first], do_stages, do_pipe, do_state)
             v_state = load(Phase.LOAD_V, tiled_v.atom, v_tiles[None, n_block], v_stages, v_pipe, v_state)
@@ -56,7 +58,9 @@ class BackwardProducer:
                 q_tiles, q_stages = head_tiles(tiled_q, s_q, (config.tile_m, config.head_dim), head, batch_index)
                 do_tiles, do_stages = head_tiles(tiled_do, s_do, (config.tile_m, config.head_dim_v), head, batch_index)
                 for block in cutlass.range(first, end, unroll=1):
-                    q_state = self.load_queries(tiled_q, q_tiles, q_stages, rows[batch_index, head, block, None], s_rows, block, q_pipe, q_state)
+                    q_state = self.load_queries(
+                        tiled_q, q_tiles, q_stages, rows[batch_index, head, block, None], s_rows, block, q_pipe, q_state
+                    )
                     do_state = load(Phase.LOAD_DO, tiled_do.atom, do_tiles[None, block], do_stages, do_pipe, do_state)
                 first, _, _ = self.band.query_blocks(n_block, config.tile_m, seqlen_q, seqlen_k, run.right)
                 head += 1
@@ -68,7 +72,9 @@ class BackwardProducer:
         begin(Phase.EXIT)
 
     @cute.jit
-    def load_queries(self, tiled_q, q_tiles, q_stages, rows: cute.Tensor, s_rows: cute.Tensor, block: Int32, q_pipe, q_state):
+    def load_queries(
+        self, tiled_q, q_tiles, q_stages, rows: cute.Tensor, s_rows: cute.Tensor, block: Int32, q_pipe, q_state
+    ):
         """One Q tile and its row statistics on one barrier."""
         begin(Phase.WAIT_FREE)
         q_pipe.producer_acquire(q_state)

@@ -93,13 +93,19 @@ class Role:
             k_state.advance()
             v_state.advance()
             begin(Phase.EPILOGUE)
-            if const_expr(self.scaled):
-                for element in cutlass.range(cute.size(total), unroll_full=True):
-                    total[element] = total[element] * run.scale
-            piece = Piece(n_block, head_k, batch_index, Int32(self.warpgroup), thread, Boolean(False), first_key)
-            DirectOutput(self.dtype, self.columns).store(output, None, total, None, piece)
+            if const_expr(config.split_heads):
+                part -= head_k * output.shape[2]
+                write_piece(output[batch_index, head_k, part, n_block, None], total, Int32(0))
+            else:
+                if const_expr(self.scaled):
+                    for element in cutlass.range(cute.size(total), unroll_full=True):
+                        total[element] = total[element] * run.scale
+                piece = Piece(n_block, head_k, batch_index, Int32(self.warpgroup), thread, Boolean(False), first_key)
+                DirectOutput(self.dtype, self.columns).store(output, None, total, None, piece)
             begin(Phase.WAIT_TILE)
             index, queue_state = self.schedule.receive(queue, queue_state, index)
+        # No barrier is left half full
+        sums_barrier(BackwardBarrier.SUMS_FREE, Int32(self.warpgroup), arrive=False)
         begin(Phase.EXIT)
 
     @property

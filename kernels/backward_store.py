@@ -1,10 +1,15 @@
-"""The warps of the backward kernel that add dQ to global memory, one a consumer warpgroup."""
+"""The warps of the backward kernel that add dQ to global memory, one a consumer warpgroup.
+
+Sums of floats depend on their order. Where gradients shall be bit-equal (``deterministic``), each piece of dQ takes its
+K/V tiles in the order in which these are launched, a CTA each: a counter a piece says whose turn it is. The hardware
+starts CTAs in that order, so whoever is waited for runs already, whatever else holds SMs.
+"""
 
 from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, pipeline
+from cutlass import Int32, const_expr, pipeline
 
 from .args import BackwardRunTime
 from .barriers import BackwardBarrier
@@ -27,6 +32,24 @@ def sums_barrier(barrier: cutlass.Constexpr, warpgroup: Int32, arrive: cutlass.C
         cute.arch.barrier(barrier_id=int(barrier) + warpgroup, number_of_threads=threads)
 
 
+@cute.jit
+def wait_turn(turn: cute.Pointer, expected: Int32):
+    """One thread: wait until ``expected`` tiles have added to a piece."""
+    taken = Int32(-1)
+    while taken != expected:
+        taken = cute.arch.inline_ptx(
+            "ld.acquire.gpu.global.s32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[turn]
+        )
+
+
+@cute.jit
+def give_turn(turn: cute.Pointer):
+    """The same thread, after its tile has been added: let the next one go on."""
+    cute.arch.inline_ptx(
+        "fence.proxy.async.global; red.release.gpu.global.add.s32 [{$r0}], {$r1};", read_only_args=[turn, Int32(1)]
+    )
+
+
 @dataclass(frozen=True)
 class SumStore:
     config: BackwardConfig
@@ -35,34 +58,62 @@ class SumStore:
 
     @cute.jit
     def run(
-        self, lengths: tuple, sums: cute.Tensor, s_dq: cute.Tensor, queue: TileQueue, run: BackwardRunTime, warpgroup: Int32
+        self,
+        lengths: tuple,
+        sums: cute.Tensor,
+        turns: cute.Tensor | None,
+        s_dq: cute.Tensor,
+        queue: TileQueue,
+        run: BackwardRunTime,
+        warpgroup: Int32,
     ):
-        """All steps of all tiles of this CTA: a bulk copy adds the piece of one consumer warpgroup."""
+        """All steps of all tiles of this CTA: a bulk copy adds the piece of one consumer warpgroup. turns (batch, heads,
+        blocks, pieces): K/V tiles that a piece has taken.
+        """
         config = self.config
         seqlen_q, seqlen_k, heads, heads_k, batch = lengths
         queue_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, SLOTS)
-        floats = config.piece_floats // config.sum_rounds
-        shared = cute.local_tile(s_dq, (floats,), (warpgroup,))
+        shared = cute.local_tile(s_dq, (config.piece_floats // config.sum_rounds,), (warpgroup,))
+        sums_barrier(BackwardBarrier.SUMS_FREE, warpgroup, arrive=True)
         index, tiles = self.schedule.first(), self.schedule.count(seqlen_k, run.head_parts, batch)
         while index < tiles:
             n_block, part, batch_index = self.schedule.coordinates(index, seqlen_k, run.head_parts, batch, run.section)
             _, head, last_head = run.heads_of(part, heads, heads_k)
             first, _, end = self.band.query_blocks(n_block, config.tile_m, seqlen_q, seqlen_k, run.right)
             while head < last_head:
-                for step in cutlass.range(first * config.sum_rounds, end * config.sum_rounds, unroll=1):
-                    block, part_index = step // config.sum_rounds, step % config.sum_rounds
-                    begin(Phase.WAIT_SUMS)
-                    sums_barrier(BackwardBarrier.SUMS_FREE, warpgroup, arrive=True)
-                    sums_barrier(BackwardBarrier.SUMS_FULL, warpgroup, arrive=False)
-                    begin(Phase.ADD_SUMS)
-                    if cute.arch.lane_idx() == 0:
-                        piece = warpgroup * config.sum_rounds + part_index
-                        add_shared(cute.local_tile(sums[batch_index, head, block, None], (floats,), (piece,)), shared)
-                        cute.arch.cp_async_bulk_wait_group(0, read=True)
-                    cute.arch.sync_warp()
+                for block in cutlass.range(first, end, unroll=1):
+                    turn = None
+                    if const_expr(config.deterministic):
+                        before = self.band.turn(n_block, block, config.tile_m, seqlen_q, seqlen_k, run.right)
+                        turn = turns[batch_index, head, block, None].iterator + warpgroup, before
+                    piece = cute.local_tile(sums[batch_index, head, block, None], (config.piece_floats,), (warpgroup,))
+                    self.add_piece(piece, shared, turn, warpgroup)
                 head += 1
             begin(Phase.WAIT_TILE)
             index, queue_state = self.schedule.receive(queue, queue_state, index)
         if cute.arch.lane_idx() == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=False)
         begin(Phase.EXIT)
+
+    @cute.jit
+    def add_piece(self, piece: cute.Tensor, shared: cute.Tensor, turn, warpgroup: Int32):
+        """One step's piece, in as many parts as it is staged. ``turn``: where its counter lies, and whose turn it must
+        say; None where any order will do.
+        """
+        for part in cutlass.range_constexpr(self.config.sum_rounds):
+            begin(Phase.WAIT_SUMS)
+            sums_barrier(BackwardBarrier.SUMS_FULL, warpgroup, arrive=False)
+            if const_expr(part == 0 and turn is not None):
+                if cute.arch.lane_idx() == 0:
+                    begin(Phase.WAIT_TURN)
+                    wait_turn(*turn)
+            if cute.arch.lane_idx() == 0:
+                begin(Phase.ADD_SUMS)
+                add_shared(cute.local_tile(piece, (cute.size(shared),), (part,)), shared)
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+            cute.arch.sync_warp()
+            sums_barrier(BackwardBarrier.SUMS_FREE, warpgroup, arrive=True)
+        if const_expr(turn is not None):
+            if cute.arch.lane_idx() == 0:
+                cute.arch.cp_async_bulk_wait_group(0, read=False)
+                give_turn(turn[0])

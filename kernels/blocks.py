@@ -6,7 +6,6 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
-
 NO_QUERY = 2**30  # more than any seqlen_q
 
 
@@ -52,7 +51,9 @@ class Band:
         return cutlass.select_(key < seqlen_k, first, Int32(NO_QUERY))
 
     @cute.jit
-    def query_blocks(self, n_block: Int32, rows: cutlass.Constexpr[int], seqlen_q: Int32, seqlen_k: Int32, right: Int32):
+    def query_blocks(
+        self, n_block: Int32, rows: cutlass.Constexpr[int], seqlen_q: Int32, seqlen_k: Int32, right: Int32
+    ):
         """``(first, unmasked, end)`` for one K/V tile: blocks [first, unmasked) of ``rows`` queries need a mask,
         [unmasked, end) do not, no query of an earlier one sees any of its keys.
         """
@@ -67,3 +68,23 @@ class Band:
         # A tile that reaches past the last key: its scores there are 0, whatever the LSE
         unmasked = cutlass.select_(first_key + self.tile_n > seqlen_k, end, unmasked)
         return first, unmasked, end
+
+    @cute.jit
+    def turn(
+        self,
+        n_block: Int32,
+        block: Int32,
+        rows: cutlass.Constexpr[int],
+        seqlen_q: Int32,
+        seqlen_k: Int32,
+        right: Int32,
+    ) -> Int32:
+        """How many K/V tiles visit a block of ``rows`` queries before this one: earlier ones, or with a right bound
+        later ones, which reach their first block, on the diagonal, sooner.
+        """
+        turn = n_block
+        if const_expr(self.right_bound):
+            last_row = block * rows + rows - 1
+            last_tile = (cutlass.min(seqlen_k, last_row + seqlen_k - seqlen_q + right + 1) - 1) // self.tile_n
+            turn = last_tile - n_block
+        return turn

@@ -186,6 +186,8 @@ class BackwardConfig:
     tile_m: int
     stages: int
     deterministic: bool = False
+    # The query heads of a K/V head are split among CTAs: dK and dV leave as float32 parts, added after the main kernel
+    split_heads: bool = False
 
     consumer_warpgroups = 2
 
@@ -232,8 +234,8 @@ class BackwardConfig:
         """Readable kernel name for profilers."""
         mask = "causal" if self.right_bound else "dense"
         dims = f"d{self.head_dim}" if self.head_dim == self.head_dim_v else f"d{self.head_dim}v{self.head_dim_v}"
-        order = "_deterministic" if self.deterministic else ""
-        return f"hopper_fa3_backward_{dims}_{mask}_{SHORT_DTYPES[self.dtype]}_{self.tile_m}x{self.tile_n}{order}"
+        options = ("_split_heads" if self.split_heads else "") + ("_deterministic" if self.deterministic else "")
+        return f"hopper_fa3_backward_{dims}_{mask}_{SHORT_DTYPES[self.dtype]}_{self.tile_m}x{self.tile_n}{options}"
 
     @property
     def threads(self):
@@ -247,8 +249,15 @@ class BackwardConfig:
 
     @property
     def dynamic(self):
-        """True where tiles are of unequal length, so that CTAs fetch them from a counter."""
-        return self.right_bound
+        """True where tiles are of unequal length, so that CTAs fetch them from a counter. Not where their order counts:
+        there each tile is a CTA of its own.
+        """
+        return self.right_bound and not self.deterministic
+
+    @property
+    def descending(self):
+        """True where a head's last K/V tile, the shortest, comes first: backward_store.py says why."""
+        return self.right_bound and self.deterministic
 
     @property
     def query_pieces(self):
@@ -273,9 +282,9 @@ class BackwardConfig:
 
     @property
     def register_v(self):
-        """True where V of a warpgroup's keys stays in registers as operand of dP: at head_dim 64 there is room for 16 of
-        them a thread (not for K's too: ptxas serialised the WGMMAs), and shared-memory cycles, which bound the kernel,
-        are saved.
+        """True where V of a warpgroup's keys stays in registers as operand of dP, which saves shared-memory cycles, the
+        kernel's bound: at head_dim 64 there is room for 16 registers a thread (not for K's too: ptxas serialised the
+        WGMMAs).
         """
         return self.head_dim == self.head_dim_v == 64
 
