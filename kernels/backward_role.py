@@ -93,15 +93,7 @@ class Role:
             k_state.advance()
             v_state.advance()
             begin(Phase.EPILOGUE)
-            if const_expr(config.split_heads):
-                part -= head_k * output.shape[2]
-                write_piece(output[batch_index, head_k, part, n_block, None], total, Int32(0))
-            else:
-                if const_expr(self.scaled):
-                    for element in cutlass.range(cute.size(total), unroll_full=True):
-                        total[element] = total[element] * run.scale
-                piece = Piece(n_block, head_k, batch_index, Int32(self.warpgroup), thread, Boolean(False), first_key)
-                DirectOutput(self.dtype, self.columns).store(output, None, total, None, piece)
+            self.store_total(output, total, (n_block, head_k, part, batch_index), first_key, run)
             begin(Phase.WAIT_TILE)
             index, queue_state = self.schedule.receive(queue, queue_state, index)
         # No barrier is left half full
@@ -132,6 +124,20 @@ class Role:
 
     def new_scores(self, products):
         return new_accumulator(products.scores_first, (WGMMA_M, self.config.tile_m))
+
+    @cute.jit
+    def store_total(self, output: cute.Tensor, total: cute.Tensor, where: tuple, first_key: Int32, run):
+        """dV or dK of a K/V tile leaves: in the input's dtype, or as one of the parts to be added later."""
+        n_block, head_k, part, batch = where
+        if const_expr(self.config.split_heads):
+            write_piece(output[batch, head_k, part - head_k * output.shape[2], n_block, None], total, Int32(0))
+        else:
+            if const_expr(self.scaled):
+                for element in cutlass.range(cute.size(total), unroll_full=True):
+                    total[element] = total[element] * run.scale
+            thread = cute.arch.thread_idx()[0] % WARPGROUP_THREADS
+            piece = Piece(n_block, head_k, batch, Int32(self.warpgroup), thread, Boolean(False), first_key)
+            DirectOutput(self.dtype, self.columns).store(output, None, total, None, piece)
 
     def statistics(self, memory: Memory, state: State):
         """This lane's share of what the role needs of a step's row statistics: LSE or delta."""

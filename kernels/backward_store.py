@@ -67,7 +67,7 @@ class SumStore:
         run: BackwardRunTime,
         warpgroup: Int32,
     ):
-        """All steps of all tiles of this CTA: a bulk copy adds the piece of one consumer warpgroup. turns (batch, heads,
+        """All steps of all tiles of this CTA: bulk copies add the piece of one consumer warpgroup. turns (batch, heads,
         blocks, pieces): K/V tiles that a piece has taken.
         """
         config = self.config
