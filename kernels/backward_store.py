@@ -67,8 +67,8 @@ class SumStore:
         run: BackwardRunTime,
         warpgroup: Int32,
     ):
-        """All steps of all tiles of this CTA: bulk copies add the piece of one consumer warpgroup. turns (batch, heads,
-        blocks, pieces): K/V tiles that a piece has taken.
+        """All steps of all tiles of this CTA: bulk copies add the piece of one consumer warpgroup. turns: (batch,
+        heads, blocks, pieces), how many K/V tiles a piece has taken.
         """
         config = self.config
         seqlen_q, seqlen_k, heads, heads_k, batch = lengths
