@@ -17,8 +17,10 @@ from .args import BackwardRunTime, TiledTensor
 from .backward_consume import BackwardConsumer
 from .backward_edges import THREADS, Epilogue, Prologue
 from .backward_load import BackwardProducer
+from .backward_roles import GradientRole, ProbabilityRole
 from .backward_smem import backward_layouts, backward_storage
 from .backward_store import SumStore
+from .backward_wide import WideConsumer
 from .blocks import Band
 from .config import WARPGROUP_THREADS, WARPS_PER_WARPGROUP, BackwardConfig
 from .forward import DTYPES, heads_last
@@ -147,7 +149,8 @@ class BackwardKernel:
             for field, layout in zip(fields, backward_layouts(config, self.dtype), strict=True)
         )
         s_rows = storage.rows.get_tensor(cute.make_layout((config.row_floats, config.stages)))
-        s_dq = storage.dq.get_tensor(cute.make_layout(config.consumer_warpgroups * config.piece_floats))
+        sum_floats = config.consumer_warpgroups * config.piece_floats // config.sum_rounds
+        s_dq = storage.dq.get_tensor(cute.make_layout(sum_floats))
         pipes, queue = self.pipelines(storage), self.tile_queue(storage, counter)
         pipeline.pipeline_init_arrive(is_relaxed=True)
         pipeline.pipeline_init_wait()
@@ -166,8 +169,22 @@ class BackwardKernel:
                 store.run(self.lengths(tensors), *sums, s_dq, queue, run, warp - 1)
         else:
             cute.arch.setmaxregister_increase(consumer_registers)
-            consumer = BackwardConsumer(config, self.dtype, self.band, self.schedule)
-            consumer.run(self.lengths(tensors), outputs, (s_k, s_v, s_q, s_do, s_rows, s_ds, s_dq), pipes, queue, run)
+            shared = (s_k, s_v, s_q, s_do, s_rows, s_ds, s_dq)
+            if const_expr(config.roles):
+                # The second half of dS's memory: a step's P, 16 bit, seen as words
+                words = storage.ds.get_tensor(cute.make_layout(config.score_words), dtype=Float32)
+                s_p = cute.local_tile(words, (config.score_words // 2,), (1,))
+                role = (config, self.dtype, self.band, self.schedule)
+                if warp < 2 * WARPS_PER_WARPGROUP:
+                    ProbabilityRole(*role).run(self.lengths(tensors), outputs[1], (*shared, s_p), pipes, queue, run)
+                else:
+                    GradientRole(*role).run(self.lengths(tensors), outputs[0], (*shared, s_p), pipes, queue, run)
+            elif const_expr(config.wide):
+                consumer = WideConsumer(config, self.dtype, self.band, self.schedule)
+                consumer.run(self.lengths(tensors), outputs, shared, pipes, queue, run)
+            else:
+                consumer = BackwardConsumer(config, self.dtype, self.band, self.schedule)
+                consumer.run(self.lengths(tensors), outputs, shared, pipes, queue, run)
 
     def lengths(self, tensors):
         """(seqlen_q, seqlen_k, heads, heads_k, batch)"""
@@ -205,7 +222,7 @@ class BackwardKernel:
             pipe(storage.k_barriers, 1, config.tile_n, config.key_columns),
             pipe(storage.v_barriers, 1, config.tile_n, config.head_dim_v),
             pipe(storage.q_barriers, config.stages, config.tile_m, config.head_dim, 4 * config.row_floats),
-            pipe(storage.do_barriers, config.stages, config.tile_m, config.head_dim_v),
+            pipe(storage.do_barriers, config.do_stages, config.tile_m, config.head_dim_v),
         )
 
     @cute.jit

@@ -137,18 +137,26 @@ class Epilogue:
         head_dim: cutlass.Constexpr[int],
         scale: Float32,
     ):
-        """dK or dV of one K/V tile of one head, 64 keys a warpgroup. parts: (batch, heads_k, parts, tiles, floats);
-        target: (seqlen_k, head_dim, heads_k, batch).
+        """dK or dV of one K/V tile of one head. parts: (batch, heads_k, parts, tiles, floats); target: (seqlen_k,
+        head_dim, heads_k, batch). A warpgroup has 64 keys; where there are no more, half of their columns if it is
+        whole groups of a quad, or the first has them all.
         """
+        tile_n, warpgroups = self.config.tile_n, self.config.consumer_warpgroups
+        halves = warpgroups * WGMMA_M // tile_n if head_dim % 64 == 0 else 1
+        columns = head_dim // halves
         block, head, batch = tile_of(index, parts.shape[3], parts.shape[1])
         thread = cute.arch.thread_idx()[0] % WARPGROUP_THREADS
         warpgroup = cute.arch.thread_idx()[0] // WARPGROUP_THREADS
-        total, part = (cute.make_rmem_tensor(WGMMA_M * head_dim // WARPGROUP_THREADS, Float32) for _ in range(2))
-        total.fill(0.0)
-        for each in cutlass.range(parts.shape[2], unroll=1):
-            read_piece(parts[batch, head, each, block, None], part, warpgroup)
-            for element in cutlass.range(cute.size(total), unroll_full=True):
-                total[element] = total[element] + part[element] * scale
-        first_row = block * self.config.tile_n + warpgroup * WGMMA_M + thread // QUAD // 8 * 16 + thread // QUAD % 8
-        piece = Piece(0, head, batch, warpgroup, thread, Boolean(False), first_row)
-        DirectOutput(self.dtype, head_dim).store(target, None, total, None, piece)
+        if warpgroup < tile_n // WGMMA_M * halves:
+            total, part = (cute.make_rmem_tensor(WGMMA_M * columns // WARPGROUP_THREADS, Float32) for _ in range(2))
+            total.fill(0.0)
+            for each in cutlass.range(parts.shape[2], unroll=1):
+                read_piece(parts[batch, head, each, block, None], part, warpgroup)
+                for element in cutlass.range(cute.size(total), unroll_full=True):
+                    total[element] = total[element] + part[element] * scale
+            rows, first_column = warpgroup, 0
+            if const_expr(tile_n == WGMMA_M):
+                rows, first_column = 0, warpgroup * columns
+            first_row = block * tile_n + rows * WGMMA_M + thread // QUAD // 8 * 16 + thread // QUAD % 8
+            piece = Piece(0, head, batch, warpgroup, thread, Boolean(False), first_row, first_column)
+            DirectOutput(self.dtype, columns).store(target, None, total, None, piece)

@@ -34,7 +34,8 @@ class BackwardProducer:
         seqlen_k, _, heads_k, _ = tiled_k.tensor.shape
         producer = pipeline.PipelineUserType.Producer
         k_state, v_state = (pipeline.make_pipeline_state(producer, 1) for _ in range(2))
-        q_state, do_state = (pipeline.make_pipeline_state(producer, config.stages) for _ in range(2))
+        q_state = pipeline.make_pipeline_state(producer, config.stages)
+        do_state = pipeline.make_pipeline_state(producer, config.do_stages)
         queue_state = pipeline.make_pipeline_state(producer, SLOTS)
         index, tiles = self.schedule.first(), self.schedule.count(seqlen_k, run.head_parts, batch)
         while index < tiles:

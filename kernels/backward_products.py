@@ -143,3 +143,16 @@ def issue(first: cute.TiledMma, add: cute.TiledMma, accumulator: cute.Tensor, a:
         product = first if depth == 0 else add
         cute.gemm(product, accumulator, a[None, None, depth], b[None, None, depth], accumulator)
     wgmma.commit_group()
+
+
+@cute.jit
+def make_dk_from_shared(config: cutlass.Constexpr, dtype: cutlass.Constexpr, s_ds: cute.Tensor, warpgroup: Int32):
+    """``(instruction, dSᵀ)`` of dK += dSᵀ Q where dSᵀ comes from shared memory: (.., tile_m / 16, stages) of this
+    warpgroup's keys.
+    """
+    product = sm90.make_trivial_tiled_mma(
+        dtype, dtype, OperandMajorMode.K, OperandMajorMode.MN, Float32, (1, 1, 1), (WGMMA_M, config.head_dim)
+    )
+    product.set(wgmma.Field.ACCUMULATE, True)
+    own = piece(transposed(s_ds), WGMMA_M, warpgroup)
+    return product, product.make_fragment_A(product.get_slice(0).partition_A(own))

@@ -3,6 +3,7 @@
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
+from cutlass.cute.nvgpu import warpgroup as wgmma
 from cutlass.tensor_utils import LayoutEnum
 
 from .config import SHARED_ALIGNMENT, WGMMA_M, BackwardConfig
@@ -13,23 +14,32 @@ ROW_MAJOR, COL_MAJOR = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
 
 def backward_layouts(config: BackwardConfig, dtype):
     """``(k, v, q, do, ds)``: swizzled layouts. K and V are (tile_n, head dim, 1), Q and dO (tile_m, head dim, stages).
-    dS is (tile_m, tile_n, stages) with neighbouring queries side by side, as the accumulators of its transpose hold it.
+    dS is (tile_m, tile_n, stages) with neighbouring queries side by side, as the accumulators of its transpose hold it;
+    with roles its last two stages are P's.
     """
     scores = (WGMMA_M, config.tile_m)
-    k = sm90.make_smem_layout_a(ROW_MAJOR, (config.tile_n, config.tile_m, config.key_columns), dtype, 1)
+    k = key_layout(config, dtype)
     v = sm90.make_smem_layout_a(ROW_MAJOR, (config.tile_n, config.tile_m, config.head_dim_v), dtype, 1)
     q = sm90.make_smem_layout_b(ROW_MAJOR, (*scores, config.head_dim), dtype, config.stages)
-    do = sm90.make_smem_layout_b(ROW_MAJOR, (*scores, config.head_dim_v), dtype, config.stages)
+    do = sm90.make_smem_layout_b(ROW_MAJOR, (*scores, config.head_dim_v), dtype, config.do_stages)
     ds_tile = (config.tile_m, config.dq_columns, config.tile_n)
     ds = sm90.make_smem_layout_a(COL_MAJOR, ds_tile, dtype, config.score_stages)
     return k, v, q, do, ds
+
+
+def key_layout(config: BackwardConfig, dtype):
+    """K's layout, (tile_n, key_columns, 1): pieces of dQ take whole swizzle atoms of its columns."""
+    kinds = wgmma.SmemLayoutAtomKind
+    kind = kinds.K_SW128 if config.dq_columns % 64 == 0 else kinds.K_SW64
+    atom = wgmma.make_smem_layout_atom(kind, dtype)
+    return cute.tile_to_shape(atom, (config.tile_n, config.key_columns, 1), order=(0, 1, 2))
 
 
 def backward_storage(config: BackwardConfig, dtype):
     """The struct of a CTA's shared memory."""
     k_layout, v_layout, q_layout, do_layout, ds_layout = backward_layouts(config, dtype)
 
-    dq_floats = config.consumer_warpgroups * config.piece_floats
+    dq_floats = config.consumer_warpgroups * config.piece_floats // config.sum_rounds
 
     @cute.struct
     class BackwardStorage:
@@ -37,7 +47,7 @@ def backward_storage(config: BackwardConfig, dtype):
         k_barriers: cute.struct.MemRange[cutlass.Int64, 2]
         v_barriers: cute.struct.MemRange[cutlass.Int64, 2]
         q_barriers: cute.struct.MemRange[cutlass.Int64, 2 * config.stages]
-        do_barriers: cute.struct.MemRange[cutlass.Int64, 2 * config.stages]
+        do_barriers: cute.struct.MemRange[cutlass.Int64, 2 * config.do_stages]
         queue_barriers: cute.struct.MemRange[cutlass.Int64, 2 * SLOTS]
         queue_slots: cute.struct.MemRange[cutlass.Int32, SLOTS]
         rows: cute.struct.Align[cute.struct.MemRange[cutlass.Float32, config.stages * config.row_floats], 128]

@@ -67,13 +67,13 @@ class SumStore:
         run: BackwardRunTime,
         warpgroup: Int32,
     ):
-        """All steps of all tiles of this CTA: a bulk copy adds the piece of one consumer warpgroup. turns: (batch,
+        """All steps of all tiles of this CTA: bulk copies add the piece of one consumer warpgroup. turns: (batch,
         heads, blocks, pieces), how many K/V tiles a piece has taken.
         """
         config = self.config
         seqlen_q, seqlen_k, heads, heads_k, batch = lengths
         queue_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, SLOTS)
-        shared = cute.local_tile(s_dq, (config.piece_floats,), (warpgroup,))
+        shared = cute.local_tile(s_dq, (config.piece_floats // config.sum_rounds,), (warpgroup,))
         sums_barrier(BackwardBarrier.SUMS_FREE, warpgroup, arrive=True)
         index, tiles = self.schedule.first(), self.schedule.count(seqlen_k, run.head_parts, batch)
         while index < tiles:
@@ -82,30 +82,38 @@ class SumStore:
             first, _, end = self.band.query_blocks(n_block, config.tile_m, seqlen_q, seqlen_k, run.right)
             while head < last_head:
                 for block in cutlass.range(first, end, unroll=1):
-                    begin(Phase.WAIT_SUMS)
-                    sums_barrier(BackwardBarrier.SUMS_FULL, warpgroup, arrive=False)
-                    step_sums = sums[batch_index, head, block, None]
-                    piece = cute.local_tile(step_sums, (config.piece_floats,), (warpgroup,))
+                    turn = None
                     if const_expr(config.deterministic):
-                        turn = turns[batch_index, head, block, None].iterator + warpgroup
-                        if cute.arch.lane_idx() == 0:
-                            begin(Phase.WAIT_TURN)
-                            wait_turn(
-                                turn, self.band.turn(n_block, block, config.tile_m, seqlen_q, seqlen_k, run.right)
-                            )
-                    if cute.arch.lane_idx() == 0:
-                        begin(Phase.ADD_SUMS)
-                        add_shared(piece, shared)
-                        cute.arch.cp_async_bulk_wait_group(0, read=True)
-                    cute.arch.sync_warp()
-                    sums_barrier(BackwardBarrier.SUMS_FREE, warpgroup, arrive=True)
-                    if const_expr(config.deterministic):
-                        if cute.arch.lane_idx() == 0:
-                            cute.arch.cp_async_bulk_wait_group(0, read=False)
-                            give_turn(turn)
+                        before = self.band.turn(n_block, block, config.tile_m, seqlen_q, seqlen_k, run.right)
+                        turn = turns[batch_index, head, block, None].iterator + warpgroup, before
+                    piece = cute.local_tile(sums[batch_index, head, block, None], (config.piece_floats,), (warpgroup,))
+                    self.add_piece(piece, shared, turn, warpgroup)
                 head += 1
             begin(Phase.WAIT_TILE)
             index, queue_state = self.schedule.receive(queue, queue_state, index)
         if cute.arch.lane_idx() == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=False)
         begin(Phase.EXIT)
+
+    @cute.jit
+    def add_piece(self, piece: cute.Tensor, shared: cute.Tensor, turn, warpgroup: Int32):
+        """One step's piece, in as many parts as it is staged. ``turn``: where its counter lies, and whose turn it must
+        say; None where any order will do.
+        """
+        for part in cutlass.range_constexpr(self.config.sum_rounds):
+            begin(Phase.WAIT_SUMS)
+            sums_barrier(BackwardBarrier.SUMS_FULL, warpgroup, arrive=False)
+            if const_expr(part == 0 and turn is not None):
+                if cute.arch.lane_idx() == 0:
+                    begin(Phase.WAIT_TURN)
+                    wait_turn(*turn)
+            if cute.arch.lane_idx() == 0:
+                begin(Phase.ADD_SUMS)
+                add_shared(cute.local_tile(piece, (cute.size(shared),), (part,)), shared)
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+            cute.arch.sync_warp()
+            sums_barrier(BackwardBarrier.SUMS_FREE, warpgroup, arrive=True)
+        if const_expr(turn is not None):
+            if cute.arch.lane_idx() == 0:
+                cute.arch.cp_async_bulk_wait_group(0, read=False)
+                give_turn(turn[0])

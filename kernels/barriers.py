@@ -26,6 +26,23 @@ class BackwardBarrier(IntEnum):
     SUMS_FULL = 7  # ... holds a step's dQ: 7, 8
 
 
+class RoleBarrier(IntEnum):
+    """Those of the backward kernel with roles, beside SUMS_FREE and SUMS_FULL; two ids each, where nothing else is
+    said one per parity of the step. There are none that say "free": backward_roles.py.
+    """
+
+    PROBABILITIES = 1  # P is in shared memory
+    GRADIENTS = 3  # dS is
+    OWN = 9  # all threads of one warpgroup are here: one id a warpgroup
+
+
+class WideBarrier(IntEnum):
+    """Those of the backward kernel for wide heads without roles, beside SUMS_FREE and SUMS_FULL."""
+
+    STEP = 1  # a warpgroup has written a step's dS and read the one before: 1 to 4, by parity of the step and warpgroup
+    OWN = 9  # all threads of one warpgroup are here: 9, 10
+
+
 @dataclass(frozen=True)
 class Turns:
     """Ping-pong: a warpgroup issues its matrix products only in its turn, so one's softmax runs under the others'

@@ -193,9 +193,44 @@ class BackwardConfig:
     split_heads: bool = False
 
     consumer_warpgroups = 2
-    # dS of a step is read in the next one, when a warpgroup that is ahead may already write the one after that
-    score_stages = 3
-    tile_n = consumer_warpgroups * WGMMA_M
+
+    @property
+    def wide(self):
+        """True for heads beside whose dK and dV registers do not hold what backward_consume.py keeps in flight."""
+        return max(self.head_dim, self.head_dim_v) > 128
+
+    @property
+    def roles(self):
+        """True where dK and dV of 64 keys are all that registers hold: one warpgroup has dV, the other dK
+        (backward_roles.py). Otherwise each has both, of 64 keys of its own.
+        """
+        return self.wide and self.free_registers() < 0
+
+    def free_registers(self):
+        """Registers left per consumer thread beside dK, dV and the larger of dQ's piece and dP with P in 16 bit, all
+        for 64 keys and 64 queries.
+        """
+        totals = (self.head_dim + self.head_dim_v) // 2
+        step = max(self.dq_columns // 2, WGMMA_M // 2 + WGMMA_M // 4)
+        return self.registers[1] - OTHER_REGISTERS - totals - step
+
+    @property
+    def tile_n(self):
+        return WGMMA_M if self.roles else self.consumer_warpgroups * WGMMA_M
+
+    @property
+    def score_stages(self):
+        """Buffers of ``tile_m`` by ``tile_n`` scores in 16 bit. With roles: dS and P of two steps each. Otherwise dS,
+        which is read in the next step: three where a warpgroup that is ahead may already write the one after that.
+        """
+        if self.roles:
+            return 4
+        return 2 if self.wide else 3
+
+    @property
+    def score_words(self):
+        """32-bit words of all buffers of scores."""
+        return self.score_stages * self.tile_m * self.tile_n // 2
 
     @property
     def name(self):
@@ -240,7 +275,7 @@ class BackwardConfig:
     @property
     def key_columns(self):
         """Columns of K in shared memory: head_dim, or more so that dQ's pieces are equal and whole swizzle atoms."""
-        unit = 64 * self.column_pieces
+        unit = (32 if self.wide else 64) * self.column_pieces
         return -(-self.head_dim // unit) * unit
 
     @property
@@ -265,12 +300,62 @@ class BackwardConfig:
         """Floats of a piece of dQ."""
         return WGMMA_M * self.dq_columns
 
+    @property
+    def do_stages(self):
+        """Tiles of dO in flight: one where a second does not fit. Q is held longer than dO, from S to dK."""
+        return self.memory_choice[0]
+
+    @property
+    def sum_rounds(self):
+        """Parts in which a warpgroup's piece of dQ passes through shared memory, one after the other."""
+        return self.memory_choice[1]
+
+    @property
+    def memory_choice(self):
+        """``(do_stages, sum_rounds)``: the first choice that fits, or the smallest."""
+        choices = [(self.stages, 1), (self.stages, 2), (1, 2)] if self.wide else [(self.stages, 1)]
+        fitting = (choice for choice in choices if self._smem_bytes(*choice) <= SHARED_MEMORY_LIMIT)
+        return next(fitting, choices[-1])
+
     def smem_bytes(self):
         """Shared memory of a CTA in bytes, as kernels/backward_smem.py lays it out."""
+        return self._smem_bytes(*self.memory_choice)
+
+    def _smem_bytes(self, do_stages, sum_rounds):
         keys = self.tile_n * (self.key_columns + self.head_dim_v) * ELEMENT_BYTES
-        queries = self.stages * self.tile_m * (self.head_dim + self.head_dim_v) * ELEMENT_BYTES
+        queries = self.tile_m * (self.stages * self.head_dim + do_stages * self.head_dim_v) * ELEMENT_BYTES
         scores = self.score_stages * self.tile_m * self.tile_n * ELEMENT_BYTES
-        sums = self.consumer_warpgroups * self.piece_floats * FLOAT_BYTES
+        sums = self.consumer_warpgroups * self.piece_floats // sum_rounds * FLOAT_BYTES
         # Barriers fill less than 256 bytes
         rows = 256 + self.stages * self.row_floats * FLOAT_BYTES
         return -(-rows // SHARED_ALIGNMENT) * SHARED_ALIGNMENT + keys + queries + scores + sums
+
+    def check(self):
+        """Raise ValueError, naming the rule, where no kernel can be built from this configuration."""
+        broken = self.broken_rule()
+        if broken is not None:
+            raise ValueError(broken)
+
+    def broken_rule(self):
+        """The first rule that this configuration breaks, in words with what it has instead; None: it is legal."""
+        rules = (
+            (
+                self.head_dim in HEAD_DIM_CLASSES,
+                f"head_dim class must be one of {HEAD_DIM_CLASSES}, got {self.head_dim}",
+            ),
+            (
+                self.head_dim_v in HEAD_DIM_CLASSES,
+                f"head_dim_v class must be one of {HEAD_DIM_CLASSES}, got {self.head_dim_v}",
+            ),
+            (self.dtype in SHORT_DTYPES, f"dtype must be bfloat16 or float16, got {self.dtype}"),
+            (
+                self.tile_m == WGMMA_M or (self.tile_m == 2 * WGMMA_M and not self.wide),
+                f"tile_m must be 64, or 128 at head dims up to 128, got {self.tile_m}",
+            ),
+            (self.stages >= 2, f"stages must be at least 2 (the next Q is loaded under this one), got {self.stages}"),
+            (
+                self.smem_bytes() <= SHARED_MEMORY_LIMIT,
+                f"shared memory must be at most {SHARED_MEMORY_LIMIT} bytes, got {self.smem_bytes()}",
+            ),
+        )
+        return next((message for holds, message in rules if not holds), None)

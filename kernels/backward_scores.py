@@ -1,0 +1,70 @@
+"""What the backward kernels for wide heads do with scores in registers, a thread's share of (keys, queries)."""
+
+import math
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+
+from .backward_consume import statistic
+from .blocks import Band
+from .config import WARPGROUP_THREADS
+from .products import rows_and_columns, store_copy
+from .softmax import QUAD, ROWS
+
+
+@cute.jit
+def first_queries_of(band: cutlass.Constexpr[Band], first_key: Int32, seqlen_q: Int32, seqlen_k: Int32, right: Int32):
+    """The first query that sees each of the thread's keys, ``first_key`` and the one 8 below."""
+    first_queries = cute.make_rmem_tensor(ROWS, Int32)
+    for row in cutlass.range_constexpr(ROWS):
+        first_queries[row] = band.first_query(first_key + 8 * row, seqlen_q, seqlen_k, right)
+    return first_queries
+
+
+@cute.jit
+def query_limits(first_queries: cute.Tensor, first: Int32):
+    """The same, counted from the thread's own first query of a step that begins at ``first``."""
+    limits = cute.make_rmem_tensor(ROWS, Int32)
+    for row in cutlass.range_constexpr(ROWS):
+        limits[row] = first_queries[row] - first - 2 * (cute.arch.lane_idx() % QUAD)
+    return limits
+
+
+@cute.jit
+def exponentiate(
+    accumulator: cute.Tensor,
+    lse: cute.Tensor,
+    limits: cute.Tensor,
+    scale_log2: Float32,
+    masked: cutlass.Constexpr[bool],
+):
+    """Pᵀ = exp2(Sᵀ scale - LSE), in place. ``lse``: this lane's share, in base 2."""
+    scores = rows_and_columns(accumulator)
+    for column in cutlass.range_constexpr(cute.size(scores, mode=[1])):
+        shift = statistic(lse, column)
+        for row in cutlass.range_constexpr(ROWS):
+            exponent = scores[row, column] * scale_log2 - shift
+            if const_expr(masked):
+                visible = Int32(8 * (column // 2) + column % 2) >= limits[row]
+                exponent = cutlass.select_(visible, exponent, Float32(-math.inf))
+            scores[row, column] = cute.math.exp2(exponent, fastmath=True)
+
+
+@cute.jit
+def differentiate(dp: cute.Tensor, p: cute.Tensor, delta: cute.Tensor):
+    """dSᵀ = Pᵀ (dPᵀ - delta), in dP's place. P is taken as dV takes it: in 16 bit. ``delta``: this lane's share."""
+    probabilities = rows_and_columns(cute.make_tensor(p.iterator, dp.layout))
+    gradients = rows_and_columns(dp)
+    for column in cutlass.range_constexpr(cute.size(gradients, mode=[1])):
+        shift = statistic(delta, column)
+        for row in cutlass.range_constexpr(ROWS):
+            gradients[row, column] = probabilities[row, column].to(Float32) * (gradients[row, column] - shift)
+
+
+@cute.jit
+def write_scores(tiled_mma: cute.TiledMma, operand: cute.Tensor, layout: cutlass.Constexpr, target: cute.Tensor):
+    """A thread's scores in 16 bit to shared memory, where products read them. ``layout``: of their accumulator."""
+    copy = store_copy(tiled_mma, target.element_type, cute.arch.thread_idx()[0] % WARPGROUP_THREADS)
+    cute.copy(copy, copy.retile(cute.make_tensor(operand.iterator, layout)), copy.partition_D(target))
+    cute.arch.fence_view_async_shared()

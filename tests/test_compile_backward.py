@@ -1,0 +1,51 @@
+"""The gradients' kernels for wide heads compile to sm_90a without a GPU, into the products they were written for."""
+
+from collections import Counter
+
+import pytest
+
+from hopper_fa3 import compile as compiling
+from hopper_fa3 import machine_code, plan
+from hopper_fa3.problem import BackwardStatic
+
+DEPTH = 16  # of one WGMMA
+
+
+def of_128_keys(config):
+    """S before a head's first step, and in the masked and the unmasked loop; dP, dV, dK and dQ in both and in the last
+    step; dQ once more behind it.
+    """
+    total, dq = config.tile_m // DEPTH, config.tile_n // DEPTH
+    return 3 * config.head_dim // DEPTH + 3 * (config.head_dim_v // DEPTH + 2 * total + dq) + dq
+
+
+def of_roles(config):
+    """One role: S likewise, dV and dQ in both loops and the last step, dQ once more. The other: dP before the first
+    step and in the loop, dK and dQ there and in the last step.
+    """
+    total, dq = config.tile_m // DEPTH, config.tile_n // DEPTH
+    first = 3 * config.head_dim // DEPTH + 3 * total + 4 * dq
+    return first + 2 * (config.head_dim_v // DEPTH + total + dq)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "head_dim_v", "right_bound", "products"),
+    [
+        ("bfloat16", 192, 128, True, of_128_keys),
+        ("float16", 64, 256, False, of_128_keys),
+        ("bfloat16", 192, 192, False, of_roles),
+        ("float16", 256, 256, True, of_roles),
+    ],
+)
+def test_machine_code(dtype, head_dim, head_dim_v, right_bound, products):
+    static = BackwardStatic(dtype, head_dim, head_dim_v, right_bound, True, False)
+    chosen = plan.choose_backward(static)
+    config = plan.backward_config(static, chosen)
+    resources, listing = machine_code.disassemble(compiling.cubin(static, chosen))
+    counts = Counter(instruction.family for instruction in machine_code.instructions(listing))
+    # Fences before groups of WGMMAs and waits for them: twice as many as WGMMAs where ptxas serialises these
+    assert (counts["HGMMA"], counts["WARPGROUP"] <= 32) == (products(config), True)
+    kernels = machine_code.RESOURCES.findall(resources)
+    # Before, main and behind: stack and local memory
+    assert [(int(stack), int(local)) for _, _, stack, _, local in kernels] == 3 * [(0, 0)]
+    assert counts["STL"] + counts["LDL"] == 0

@@ -1,0 +1,105 @@
+"""The plans of the gradients: every pair of head dims gives kernels that the hardware can hold."""
+
+import itertools
+
+import pytest
+
+from hopper_fa3 import plan
+from hopper_fa3.kernels.barriers import BackwardBarrier, RoleBarrier, WideBarrier
+from hopper_fa3.kernels.config import HEAD_DIM_CLASSES, BackwardConfig
+from hopper_fa3.problem import BackwardStatic
+
+GRID = [
+    BackwardStatic(dtype, head_dim, head_dim_v, right_bound, lse_gradient, deterministic)
+    for dtype, head_dim, head_dim_v, right_bound, lse_gradient, deterministic in itertools.product(
+        ("bfloat16", "float16"), HEAD_DIM_CLASSES, HEAD_DIM_CLASSES, (False, True), (False, True), (False, True)
+    )
+]
+WIDE = [pair for pair in itertools.product(HEAD_DIM_CLASSES, repeat=2) if max(pair) > 128]
+
+
+def config_of(head_dim, head_dim_v, **changes):
+    values = {"dtype": "bfloat16", "right_bound": False, "tile_m": 64, "stages": 2}
+    return BackwardConfig(head_dim=head_dim, head_dim_v=head_dim_v, **{**values, **changes})
+
+
+@pytest.mark.parametrize("static", GRID, ids=lambda static: "-".join(map(str, static)))
+def test_every_plan_fits_the_hardware(static):
+    config = plan.backward_config(static, plan.choose_backward(static))
+    config.check()
+    assert config.smem_bytes() <= 227 * 1024
+    # dQ: equal pieces, one a warpgroup, that cover the head and are whole swizzle atoms of 64 or 32 columns
+    assert config.query_pieces * config.column_pieces == config.consumer_warpgroups
+    assert static.head_dim <= config.key_columns == config.column_pieces * config.dq_columns
+    assert config.dq_columns % 32 == 0 and config.dq_columns // 8 % config.sum_rounds == 0
+    # A part of a piece is whole vectors of every thread, and a bulk copy's multiple of 16 bytes
+    assert config.piece_floats // config.sum_rounds % 512 == 0
+    # Each consumer's largest accumulators: dK and dV, or the larger of both where warpgroups have roles; and dQ's piece
+    totals = max(static.head_dim, static.head_dim_v) if config.roles else static.head_dim + static.head_dim_v
+    assert (totals + config.dq_columns) // 2 + 24 <= config.registers[1]
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "head_dim_v", "tile_n", "do_stages", "sum_rounds", "smem"),
+    [
+        # K and V, two stages of Q and dO, three of dS, dQ, and barriers with row statistics
+        (128, 128, 128, 2, 1, 65_536 + 65_536 + 49_152 + 32_768 + 2048),
+        # Two of dS; dQ in halves
+        (192, 128, 128, 2, 2, 81_920 + 81_920 + 32_768 + 24_576 + 2048),
+        # 64 keys; two of dS and of P
+        (192, 192, 64, 2, 1, 49_152 + 98_304 + 32_768 + 49_152 + 2048),
+        # dO in one stage
+        (256, 256, 64, 1, 2, 65_536 + 98_304 + 32_768 + 32_768 + 2048),
+    ],
+)
+def test_shared_memory(head_dim, head_dim_v, tile_n, do_stages, sum_rounds, smem):
+    config = config_of(head_dim, head_dim_v)
+    assert (config.tile_n, config.do_stages, config.sum_rounds, config.smem_bytes()) == (
+        tile_n,
+        do_stages,
+        sum_rounds,
+        smem,
+    )
+
+
+@pytest.mark.parametrize("pair", WIDE)
+def test_keys_are_padded_only_where_a_piece_would_be_no_whole_atoms(pair):
+    assert config_of(*pair).key_columns == (128 if pair[0] == 96 else pair[0])
+
+
+def test_as_many_keys_as_registers_hold():
+    """The more keys a tile has, the less often dQ goes to memory."""
+    roles = {pair for pair in WIDE if config_of(*pair).roles}
+    # Accumulators for 128 keys, and 48 registers for P and dP, or dQ's piece where that is more
+    assert roles == {pair for pair in WIDE if sum(pair) // 2 + max(48, config_of(*pair).dq_columns // 2) > 216}
+    assert {(192, 128), (64, 256)} <= set(WIDE) - roles and {(192, 192), (256, 64), (256, 256)} <= roles
+    assert all(config_of(*pair).tile_n == (64 if pair in roles else 128) for pair in WIDE)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"head_dim": 80}, "head_dim class must be one of"),
+        ({"head_dim_v": 80}, "head_dim_v class must be one of"),
+        ({"dtype": "float32"}, "dtype must be bfloat16 or float16, got float32"),
+        ({"tile_m": 96}, "tile_m must be 64, or 128 at head dims up to 128, got 96"),
+        ({"tile_m": 128}, "tile_m must be 64, or 128 at head dims up to 128, got 128"),
+        ({"stages": 1}, "stages must be at least 2"),
+        ({"stages": 3}, "shared memory must be at most 232448 bytes, got 264192"),
+    ],
+)
+def test_illegal_configurations_name_the_rule(changes, message):
+    config = config_of(**{"head_dim": 256, "head_dim_v": 256, **changes})
+    with pytest.raises(ValueError, match=message):
+        config.check()
+
+
+def test_barriers_do_not_share_ids():
+    """Hardware has 16; 0 is the whole CTA's. Each name stands for two ids but STEP, which has four."""
+    sums = {BackwardBarrier.SUMS_FREE: 2, BackwardBarrier.SUMS_FULL: 2}
+    for own in (
+        {RoleBarrier.PROBABILITIES: 2, RoleBarrier.GRADIENTS: 2, RoleBarrier.OWN: 2},
+        {WideBarrier.STEP: 4, WideBarrier.OWN: 2},
+    ):
+        ids = [int(name) + index for name, count in (*sums.items(), *own.items()) for index in range(count)]
+        assert len(set(ids)) == len(ids) and min(ids) > 0 and max(ids) < 16
