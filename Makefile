@@ -15,7 +15,7 @@ PYTHON := $(VENV)/bin/python
 SETUP := $(READY)
 endif
 
-.PHONY: help setup demo test test-gpu lint sass bench profile timeline ablation roofline
+.PHONY: help setup demo test test-gpu lint sass bench profile timeline ablation roofline training
 
 help:
 	@echo "make setup     make .venv and install the pinned versions of requirements.txt into it"
@@ -28,11 +28,12 @@ help:
 	@echo "               CASE=d128-causal: of this one; DIFF=rev: what changed in them since that commit"
 	@echo
 	@echo "On a Hopper GPU; results go to profiling/results; ARGS=--help lists the options of each:"
-	@echo "make bench     ours beside PyTorch and FlashAttention-4; ARGS='--suite forward|backward|decode --others --graph --host'"
+	@echo "make bench     ours beside PyTorch and FlashAttention-4; ARGS='--suite forward|backward|training|decode --others --deterministic --graph --host'"
 	@echo "make profile   CASE=d128-causal: Nsight Compute on one launch, and one page read from it"
 	@echo "make timeline  CASE=d128-causal: what each warpgroup does over time, as a picture and for Perfetto"
 	@echo "make ablation  the kernel without ping-pong, without overlap, without both; CASE as above, or four"
 	@echo "make roofline  intensity against speed, and the generations of attention against the matrix product; likewise"
+	@echo "make training  a small language model trained with our attention and PyTorch's: loss curves, do they agree"
 	@echo
 	@echo "PY=python3     use this interpreter and what is installed there; set up nothing"
 	@echo "ARGS=...       further arguments of the demo, of pytest or of the script behind the verb"
@@ -79,3 +80,6 @@ ablation: $(SETUP)
 
 roofline: $(SETUP)
 	@$(PYTHON) profiling/roofline.py $(CASE_WORDS) $(ARGS)
+
+training: $(SETUP)
+	@$(PYTHON) profiling/training.py $(ARGS)
