@@ -52,17 +52,14 @@ class Prologue:
             for step in cutlass.range_constexpr(int(math.log2(lanes))):
                 delta += cute.arch.shuffle_sync_bfly(delta, offset=lanes >> (step + 1))
             if column == 0:
-                base_2 = Float32(math.inf)
+                base_2 = Float32(-math.inf)
                 if present:
-                    natural = lse[batch, head, query]
-                    if natural == Float32(-math.inf):
-                        delta = Float32(0.0)
-                    else:
-                        base_2 = natural * Float32(LOG2_E)
-                        if const_expr(dlse is not None):
-                            delta -= dlse[batch, head, query]
-                rows[batch, head, block, row] = base_2
-                rows[batch, head, block, self.config.tile_m + row] = delta
+                    base_2 = lse[batch, head, query] * Float32(LOG2_E)
+                    delta -= dlse[batch, head, query] if const_expr(dlse is not None) else Float32(0.0)
+                # Neither does a query past the end see a key
+                sees_none = base_2 == Float32(-math.inf)
+                rows[batch, head, block, row] = cutlass.select_(sees_none, Float32(math.inf), base_2)
+                rows[batch, head, block, self.config.tile_m + row] = cutlass.select_(sees_none, Float32(0.0), delta)
 
     @cute.jit
     def product(self, out: cute.Tensor, do: cute.Tensor, column: Int32) -> Float32:

@@ -79,21 +79,39 @@ class SumStore:
         while index < tiles:
             n_block, part, batch_index = self.schedule.coordinates(index, seqlen_k, run.head_parts, batch, run.section)
             _, head, last_head = run.heads_of(part, heads, heads_k)
-            first, _, end = self.band.query_blocks(n_block, config.tile_m, seqlen_q, seqlen_k, run.right)
             while head < last_head:
-                for block in cutlass.range(first, end, unroll=1):
-                    turn = None
-                    if const_expr(config.deterministic):
-                        before = self.band.turn(n_block, block, config.tile_m, seqlen_q, seqlen_k, run.right)
-                        turn = turns[batch_index, head, block, None].iterator + warpgroup, before
-                    piece = cute.local_tile(sums[batch_index, head, block, None], (config.piece_floats,), (warpgroup,))
-                    self.add_piece(piece, shared, turn, warpgroup)
+                head_turns = turns[batch_index, head, None, None] if const_expr(config.deterministic) else None
+                head_sums = sums[batch_index, head, None, None]
+                self.add_head(head_sums, head_turns, shared, n_block, seqlen_q, seqlen_k, run, warpgroup)
                 head += 1
             begin(Phase.WAIT_TILE)
             index, queue_state = self.schedule.receive(queue, queue_state, index)
         if cute.arch.lane_idx() == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=False)
         begin(Phase.EXIT)
+
+    @cute.jit
+    def add_head(
+        self,
+        sums: cute.Tensor,
+        turns: cute.Tensor | None,
+        shared: cute.Tensor,
+        n_block: Int32,
+        seqlen_q: Int32,
+        seqlen_k: Int32,
+        run: BackwardRunTime,
+        warpgroup: Int32,
+    ):
+        """All steps of one query head."""
+        config = self.config
+        first, _, end = self.band.query_blocks(n_block, config.tile_m, seqlen_q, seqlen_k, run.right)
+        for block in cutlass.range(first, end, unroll=1):
+            turn = None
+            if const_expr(config.deterministic):
+                before = self.band.turn(n_block, block, config.tile_m, seqlen_q, seqlen_k, run.right)
+                turn = turns[block, None].iterator + warpgroup, before
+            piece = cute.local_tile(sums[block, None], (config.piece_floats,), (warpgroup,))
+            self.add_piece(piece, shared, turn, warpgroup)
 
     @cute.jit
     def add_piece(self, piece: cute.Tensor, shared: cute.Tensor, turn, warpgroup: Int32):

@@ -285,8 +285,8 @@ class BackwardConfig:
 
     @property
     def register_depth(self):
-        """Columns of V, of a warpgroup's keys, that stay in registers as operand of dP. That saves shared-memory cycles,
-        the kernel's bound; more does not fit: ptxas then serialised the WGMMAs.
+        """Columns of V, of a warpgroup's keys, that stay in registers as operand of dP. That saves shared-memory
+        cycles, the kernel's bound; more does not fit: ptxas then serialised the WGMMAs.
         """
         return REGISTER_DEPTH.get((self.head_dim, self.head_dim_v), 0)
 
