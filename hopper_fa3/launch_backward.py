@@ -3,7 +3,7 @@
 import torch
 
 from . import plan as planning
-from .launch import readable, scale_log2, tile_counter
+from .launch import canonical, readable, scale_log2, tile_counter
 from .problem import multiprocessors
 
 
@@ -14,7 +14,7 @@ def execute(recipe, q, k, v, out, lse, dout, dlse):
     """
     problem = recipe.problem
     dq, dk, dv = (torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in (q, k, v))
-    if not (problem.batch and problem.seqlen_q and problem.seqlen_k):
+    if not (problem.batch and problem.heads and problem.seqlen_q and problem.seqlen_k):
         return dq.zero_(), dk.zero_(), dv.zero_()
     from .compile import compiled  # imports the DSL: only where a kernel is launched
 
@@ -26,7 +26,7 @@ def execute(recipe, q, k, v, out, lse, dout, dlse):
     function, config = compiled(static, plan), planning.backward_config(static, plan)
     dout = torch.zeros_like(out) if dout is None else dout
     if dlse is not None and dlse.stride(-1) != 1:
-        dlse = dlse.contiguous()
+        dlse = canonical(dlse.contiguous())  # contiguous() keeps any stride of a dimension of size 1
     tiles = problem.batch * problem.heads_k * parts * -(-problem.seqlen_k // config.tile_n)
     scalars = (
         scale_log2(problem.softmax_scale),
