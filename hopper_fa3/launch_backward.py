@@ -3,7 +3,7 @@
 import torch
 
 from . import plan as planning
-from .launch import canonical, readable, scale_log2, tile_counter
+from .launch import readable, scale_log2, tile_counter
 from .problem import multiprocessors
 
 
@@ -26,7 +26,7 @@ def execute(recipe, q, k, v, out, lse, dout, dlse):
     function, config = compiled(static, plan), planning.backward_config(static, plan)
     dout = torch.zeros_like(out) if dout is None else dout
     if dlse is not None and dlse.stride(-1) != 1:
-        dlse = canonical(dlse.contiguous())  # contiguous() keeps any stride of a dimension of size 1
+        dlse = dlse.contiguous()
     tiles = problem.batch * problem.heads_k * parts * -(-problem.seqlen_k // config.tile_n)
     scalars = (
         scale_log2(problem.softmax_scale),
