@@ -5,11 +5,10 @@ arithmetic, compiled for the CPU, against the visibility rule by brute force.
 import functools
 import itertools
 
+import cutlass
+import cutlass.cute as cute
 import pytest
 import torch
-
-cutlass = pytest.importorskip("cutlass")
-import cutlass.cute as cute
 from cutlass.cute.runtime import from_dlpack
 
 from hopper_fa3.kernels.args import BackwardRunTime
@@ -111,7 +110,7 @@ def test_turns_follow_the_launch_order(right_bound, rows):
     for each, tiles in visits(right_bound, rows).items():
         for block in range(-(-each[0] // rows)):
             visitors = [n for n in order[len(tiles)] if (n, block, *each) in turns]
-            assert [turns[n, block, *each] for n in visitors] == [*range(len(visitors))], (each, block)
+            assert [turns[(n, block, *each)] for n in visitors] == [*range(len(visitors))], (each, block)
 
 
 def launched(schedule, seqlen_k, heads=3, batch=2, section=4):

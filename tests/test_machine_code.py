@@ -89,7 +89,7 @@ def test_one_report_is_of_one_kernel(monkeypatch):
 
 def test_a_cubin_of_other_kernels_is_refused():
     resources, listing = several("k_0", "k_1")
-    with pytest.raises(ValueError, match="the same kernels, got k_0, k_1 and k_0$"):
+    with pytest.raises(ValueError, match=r"the same kernels, got k_0, k_1 and k_0$"):
         split(resources, listing[: listing.index("//--------------------- .text.k_1")])
     with pytest.raises(ValueError, match="the same kernels, got none and none"):
         split("", "")

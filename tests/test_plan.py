@@ -207,8 +207,7 @@ def test_every_plan_of_gradients_fits_the_hardware(static):
 
 def test_shared_memory_of_the_gradients_is_what_the_kernels_lay_out():
     """The struct's size as the DSL sees it; a host function, traced without a GPU."""
-    cutlass = pytest.importorskip("cutlass")
-    import cutlass.cute as cute
+    cute = pytest.importorskip("cutlass.cute")
 
     from hopper_fa3.kernels.backward import DTYPES
     from hopper_fa3.kernels.backward_smem import backward_storage
@@ -218,8 +217,7 @@ def test_shared_memory_of_the_gradients_is_what_the_kernels_lay_out():
 
     @cute.jit
     def measure():
-        for index in cutlass.range_constexpr(len(configs)):
-            sizes.append(backward_storage(configs[index], DTYPES[configs[index].dtype]).size_in_bytes())
+        sizes.extend([backward_storage(config, DTYPES[config.dtype]).size_in_bytes() for config in configs])
 
     cute.compile(measure)
     assert sizes == [config.smem_bytes() for config in configs]
