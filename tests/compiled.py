@@ -11,16 +11,14 @@ def chosen(static):
     return plan.choose_backward(static) if isinstance(static, BackwardStatic) else plan.choose(static)
 
 
-@functools.cache
 def cubin(static, given=None):
     """``given``: a plan instead of the chosen one, here and below."""
-    return compiling.cubin(static, given or chosen(static))
+    return _cubin(static, given or chosen(static))
 
 
-@functools.cache
 def kernels(static, given=None):
     """As machine_code.disassemble: resources and listing of each kernel."""
-    return machine_code.disassemble(cubin(static, given))
+    return _kernels(static, given or chosen(static))
 
 
 def texts(static, given=None):
@@ -28,6 +26,16 @@ def texts(static, given=None):
     return machine_code.main_kernel(kernels(static, given))
 
 
-@functools.cache
 def code(static, given=None):
     return machine_code.parse(*texts(static, given))
+
+
+# With the plan: else a Static and a BackwardStatic of equal fields would be one key
+@functools.cache
+def _cubin(static, choice):
+    return compiling.cubin(static, choice)
+
+
+@functools.cache
+def _kernels(static, choice):
+    return machine_code.disassemble(_cubin(static, choice))
