@@ -14,7 +14,7 @@ def execute(recipe, q, k, v, out, lse, dout, dlse):
     """
     problem = recipe.problem
     dq, dk, dv = (torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in (q, k, v))
-    if not (problem.batch and problem.seqlen_q and problem.seqlen_k):
+    if not (problem.batch and problem.heads and problem.seqlen_q and problem.seqlen_k):
         return dq.zero_(), dk.zero_(), dv.zero_()
     from .compile import compiled  # imports the DSL: only where a kernel is launched
 

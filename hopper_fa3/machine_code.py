@@ -22,6 +22,7 @@ INSTRUCTION = re.compile(
 )
 LABEL = re.compile(r"^([.$\w]+):\s*$")
 REFERENCE = re.compile(r"`\(([^)]+)\)")
+SECTION = re.compile(r"^//-+ \.text\.(\S+) -+$", re.MULTILINE)  # what nvdisasm writes above a kernel
 PTXAS = re.compile(rb"Cuda compilation tools, release [\d.]+, V([\d.]+)")
 
 
@@ -74,19 +75,52 @@ def report(cubin):
     Raises ToolMissing (a RuntimeError) where cuobjdump or nvdisasm is not installed, ValueError where ``cubin`` is not
     the machine code of exactly one kernel.
     """
-    return parse(*disassemble(cubin))
+    found = reports(cubin)
+    if len(found) != 1:
+        raise ValueError(f"cubin must hold exactly one kernel, got {', '.join(code.name for code in found)}")
+    return found[0]
+
+
+def reports(cubin):
+    """MachineCode of each kernel of a cubin (bytes), in the order of launch; errors as in disassemble()."""
+    return [parse(*texts) for texts in disassemble(cubin)]
 
 
 def disassemble(cubin):
-    """The texts of ``cuobjdump -res-usage`` and of ``nvdisasm -c`` for a cubin (bytes); errors as in report()."""
+    """For each kernel of a cubin (bytes), in the order of launch: the texts of ``cuobjdump -res-usage`` and ``nvdisasm
+    -c`` about it. Raises ToolMissing as report() does, ValueError where ``cubin`` is no machine code of a kernel.
+    """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "kernel.cubin")
         path.write_bytes(cubin)
-        return _run("cuobjdump", "-res-usage", path), _run("nvdisasm", "-c", path)
+        return split(_run("cuobjdump", "-res-usage", path), _run("nvdisasm", "-c", path))
+
+
+def split(resources, listing):
+    """The two disassemblers' texts about a whole cubin as pairs of texts about one kernel, in the order of launch: the
+    DSL numbers kernels by it, at the end of their names.
+    """
+    _, *parts = SECTION.split(listing)
+    listings = dict(zip(parts[::2], parts[1::2], strict=True))
+    found = {match[1]: match[0] for match in RESOURCES.finditer(resources)}
+    if not found or found.keys() != listings.keys():
+        known, shown = (", ".join(sorted(names)) or "none" for names in (found, listings))
+        raise ValueError(f"both disassemblers must show the same kernels, got {known} and {shown}")
+    return [(found[name], listings[name]) for name in sorted(found, key=_launch_number)]
+
+
+def main_kernel(kernels):
+    """Of the pairs of disassemble(), that of the kernel with matrix products: a backward's cubin holds one kernel
+    before it and one behind. ValueError where not exactly one has them.
+    """
+    found = [texts for texts in kernels if re.search(r"\bHGMMA\b", texts[1])]
+    if len(found) != 1:
+        raise ValueError(f"one kernel must have HGMMA, got {len(found)} of {len(kernels)}")
+    return found[0]
 
 
 def parse(resources, listing):
-    """MachineCode from the text of ``cuobjdump -res-usage`` and of ``nvdisasm -c``; ValueError as in report()."""
+    """MachineCode from a kernel's pair of texts, see disassemble(); ValueError where they are not of exactly one."""
     kernels = RESOURCES.findall(resources)
     if len(kernels) != 1:
         names = ", ".join(kernel[0] for kernel in kernels) or "none"
@@ -131,6 +165,11 @@ def disassembler(tool):
     if found is None:
         raise ToolMissing(f"{tool} is not installed: run `make setup`, or `pip install {PACKAGES[tool]}`")
     return found
+
+
+def _launch_number(name):
+    found = re.search(r"_(\d+)$", name)
+    return int(found[1]) if found else 0  # not made by the DSL
 
 
 def _run(tool, option, path):

@@ -1,8 +1,8 @@
 """What our kernels are compiled into, without a GPU: `make sass`.
 
-Without arguments: every kernel of plan.TABLE, compiled to sm_90a: registers, spills, instructions of an iteration of
-the main loops, and the clocks that they need at least. With cubin files: one line each. With --diff: the difference to
-another commit, whatever registers and addresses ptxas chose.
+Without arguments: every kernel of plan.TABLE and main ones of the gradients, compiled to sm_90a: registers, spills,
+instructions of an iteration of the main loops, and the clocks that they need at least. With cubin files: one line a
+kernel. With --diff: the difference to another commit, whatever registers and addresses ptxas chose.
 """
 
 import argparse
@@ -15,15 +15,14 @@ import table_kernels
 from loops import MainLoops, main_loops
 from sass_figures import BASELINE, as_json, figures, markdown, versions
 
-from hopper_fa3.machine_code import ToolMissing, disassemble, instructions, parse
+from hopper_fa3.machine_code import ToolMissing, disassemble, instructions, main_kernel, parse
 
 ROOT = Path(__file__).resolve().parent.parent
 SHOWN = ("HGMMA", "UTMALDG", "UTMASTG", "MUFU", "USETMAXREG", "STL", "LDL")
 
 
-def line(cubin):
-    """One line about any cubin: name, resources, counts of the whole code, and its main loops where it has them."""
-    resources, listing = disassemble(cubin)
+def line(resources, listing):
+    """One line about any kernel: name, resources, counts of the whole code, and its main loops where it has them."""
     code = parse(resources, listing)
     counts = "  ".join(f"{family} {code.counts.get(family, 0)}" for family in SHOWN)
     memory = f"registers {code.registers}  stack {code.stack}  local {code.local}  static shared {code.shared}"
@@ -36,12 +35,12 @@ def line(cubin):
 
 
 def report(kernels):
-    """{"versions": ..., "kernels": {name: figures}} of {name: Static}, compiled here."""
+    """{"versions": ..., "kernels": {name: figures}} of {name: Static or BackwardStatic}, compiled here."""
     made, found = None, {}
     for key, cubin in table_kernels.compiled(kernels):
         made = versions(cubin)
         try:
-            found[key] = figures(kernels[key], *disassemble(cubin))
+            found[key] = figures(kernels[key], *main_kernel(disassemble(cubin)))
         except ValueError as error:
             raise ValueError(f"{key}: {error}") from error
     return {"versions": made, "kernels": found}
@@ -69,7 +68,9 @@ def print_difference(revision, cases, root=ROOT):
 def arguments(words):
     parser = argparse.ArgumentParser(prog="sass.py", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("files", nargs="*", type=Path, metavar="FILE.cubin", help="report these files, compile nothing")
-    parser.add_argument("--case", action="append", default=[], help="only this kernel, as d128-causal; may be repeated")
+    parser.add_argument(
+        "--case", action="append", default=[], help="only this kernel, as d128-causal-backward; may be repeated"
+    )
     parser.add_argument("--out", type=Path, help="write sass.md and sass.json into this folder as well")
     other = parser.add_mutually_exclusive_group()
     other.add_argument("--diff", metavar="REV", help="how the machine code differs from that of this commit")
@@ -90,7 +91,7 @@ def run(chosen):
     if chosen.files:
         for path in chosen.files:
             try:
-                print(line(path.read_bytes()))
+                print("\n".join(line(*texts) for texts in disassemble(path.read_bytes())))
             except ValueError as error:
                 raise ValueError(f"{path}: {error}") from error
         return

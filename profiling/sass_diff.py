@@ -12,7 +12,7 @@ from pathlib import Path
 from loops import main_loops
 from sass_figures import changes, iteration
 
-from hopper_fa3.machine_code import disassemble, instructions
+from hopper_fa3.machine_code import disassemble, instructions, main_kernel
 
 FOLDER = Path(__file__).resolve().parent
 # In another process, because two packages of one name do not live in one
@@ -45,10 +45,10 @@ def normalised(lines):
 
 
 def compare(name, before, now):
-    """(unified diff, summary in one line) of a kernel's cubins, of which one may be None."""
+    """(unified diff, summary in one line) of the main kernels of two cubins, of which one may be None."""
     if before is None or now is None:
         return "", f"{name}: only {'here' if before is None else 'in the other commit'}"
-    before, now = (instructions(disassemble(cubin)[1]) for cubin in (before, now))
+    before, now = (instructions(main_kernel(disassemble(cubin))[1]) for cubin in (before, now))
     return compare_lines(name, before, now)
 
 

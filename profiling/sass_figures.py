@@ -11,6 +11,7 @@ from loops import MainLoops, main_loops
 from tables import grid
 
 from hopper_fa3.info import version
+from hopper_fa3.kernels.config import BackwardConfig
 from hopper_fa3.machine_code import instructions, parse, ptxas_version
 
 BASELINE = Path(__file__).with_name("sass_baseline.json")
@@ -22,13 +23,15 @@ NOTES = """
 Registers: per thread at launch, then of the producer and of a consumer warpgroup after setmaxnreg. Spills: STL and LDL
 instructions. Stack and local: bytes a thread. Shared memory: bytes a CTA asks for at launch.
 
-Loops: instructions that one warp issues for one block of K and V. Conditional parts count as if taken (the producer's
+Loops: instructions that one warp issues for one block of K and V; in the gradients' kernels ("backward") for one step,
+a block of queries (the tile: queries a step x keys). Conditional parts count as if taken (the producer's
 K tile); polling a barrier a second time does not count, nor does making a block's scores again, which is rare. Masked
 blocks are those that the diagonal or the end of the keys cuts.
 
 Clocks: what a block needs of an SM in the unmasked loop, all consumer warpgroups together. tensor: 4096 bf16 FLOP a
 clock. issue: four schedulers, one instruction a clock each; the producer's warp adds its own to one of them. MUFU: 16
 results a clock. FP32: 128 results of FADD, FMUL and FFMA a clock. FMNMX, F2FP and SHFL count as issue slots only.
+Clocks of shared memory, of which the gradients need many, are not counted.
 
 Matrix share: tensor clocks over the largest of the four. It is an upper bound, reached only if everything overlaps
 perfectly: 100 % says that none of these resources forbids the tensor cores' peak, not that the kernel comes near it.
@@ -37,14 +40,15 @@ Slots: issue clocks over the largest of the four.
 
 
 def figures(kernel, resources, listing):
-    """What is reported of a kernel (a Static), as plain values, from the texts of machine_code.disassemble.
+    """What is reported of a kernel (a Static or a BackwardStatic), as plain values, from the texts of its main one:
+    machine_code.main_kernel.
 
-    ValueError where the machine code has not the loops of a forward kernel, or one iteration not the products of one
-    block (unrolled, say).
+    ValueError where the machine code has not the loops of such a kernel, or one iteration not the products of one
+    block or step (unrolled, say).
     """
     config, code, lines = table_kernels.config(kernel), parse(resources, listing), instructions(listing)
     found = dict(zip(MainLoops._fields, (iteration(loop) for loop in main_loops(lines)), strict=True))
-    products = config.head_dim // 16 + config.tile_n // 16
+    products = step_products(config)
     issued = found["unmasked"]["counts"]["HGMMA"]
     if issued != products:
         raise ValueError(f"an iteration must issue {products} HGMMA for one block, got {issued}")
@@ -62,6 +66,15 @@ def figures(kernel, resources, listing):
         "clocks": needed,
         "tensor_share": round(tensor_share(needed), 4),
     }
+
+
+def step_products(config):
+    """HGMMA instructions of a warpgroup for one block or step, each 16 deep."""
+    if isinstance(config, BackwardConfig):  # S and dP; dV and dK; dQ
+        depth = config.head_dim + config.head_dim_v + 2 * config.tile_m + config.tile_n
+    else:
+        depth = config.head_dim + config.tile_n
+    return depth // 16
 
 
 def iteration(loop):
@@ -104,7 +117,7 @@ def markdown(report):
         shares = [max(spent, key=spent.get), f"{found['tensor_share']:.0%}", f"{slots:.0%}"]
         needed.append([key, *(f"{number:.0f}" for number in spent.values()), *shares])
     return (
-        f"# Machine code of the forward kernels, sm_90a\n\n{made}. Made by `make sass`, which needs no GPU.\n\n"
+        f"# Machine code of the kernels, sm_90a\n\n{made}. Made by `make sass`, which needs no GPU.\n\n"
         + table(["kernel", "tile", "consumer warpgroups", "registers", *MEMORY, "shared memory"], resources)
         + "\nInstructions of one iteration:\n\n"
         + table(["loop", *FAMILIES, "all"], issued)

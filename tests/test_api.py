@@ -222,7 +222,10 @@ def test_every_argument_reaches_the_problem():
 
 
 class Launches:
-    """Stands in for launch.py: which recipes were prepared, and which were launched."""
+    """Stands in for launch.py: which recipes were prepared (numbered from 1), and which were launched."""
+
+    class Number(int):
+        gradients = None
 
     TMA_ALIGNMENT = launch.TMA_ALIGNMENT
 
@@ -231,7 +234,10 @@ class Launches:
 
     def prepare(self, problem, *tensors, **options):
         self.prepared.append((problem, tensors, options))
-        return len(self.prepared)
+        recipe = self.Number(len(self.prepared))
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+            recipe.gradients = "gradients"
+        return recipe
 
     def execute(self, recipe, *tensors, want_lse):
         self.executed.append((recipe, tensors))
@@ -270,6 +276,23 @@ def test_cuda_tensors_go_to_launch(launches):
     assert launches.wanted == [False, True]
 
 
+@pytest.mark.parametrize("place", range(3))
+def test_a_recorded_call_goes_to_autograd(place, launches, monkeypatch):
+    """Where any input requires grad and grad mode is on; such calls and others have recipes of their own."""
+    recorded = []
+    monkeypatch.setattr(api.ops.Attention, "apply", lambda *given: recorded.append(given) or ("out", "lse"))
+    plain = fakes()
+    given = [x.clone().requires_grad_() if i == place else x for i, x in enumerate(plain)]
+    assert flash_attn_func(*given, deterministic=True) == "out"
+    assert flash_attn_func(*given, deterministic=True, return_attn_probs=True) == ("out", "lse")
+    assert [recipe for *_, recipe in recorded] == [1, 1] and launches.prepared[0][2]["deterministic"] is True
+    assert all(a is b for a, b in zip(recorded[0][:3], given, strict=True))
+    with torch.no_grad():
+        flash_attn_func(*given, deterministic=True)
+    flash_attn_func(*plain, deterministic=True)
+    assert [recipe for recipe, _ in launches.executed] == [2, 2] and len(recorded) == 2
+
+
 def test_a_call_seen_before_reuses_its_recipe(launches):
     for _ in range(3):
         flash_attn_func(*fakes(), causal=True)
@@ -279,7 +302,7 @@ def test_a_call_seen_before_reuses_its_recipe(launches):
 def test_a_call_that_differs_has_a_recipe_of_its_own(launches):
     options = (
         {}, {"causal": True}, {"softmax_scale": 0.5}, {"softmax_scale": -0.5}, {"window_size": (-1, 3)},
-        {"sm_margin": 1}, {"plan": Plan(128, 64)}, {"out": fakes()[0]},
+        {"sm_margin": 1}, {"plan": Plan(128, 64)}, {"out": fakes()[0]}, {"deterministic": True},
     )  # fmt: skip
     shapes = (
         {"batch": 1}, {"seqlen_q": 4}, {"seqlen_k": 4}, {"heads": 8}, {"heads_k": 2}, {"head_dim_v": 32},
@@ -302,8 +325,6 @@ def test_a_refused_call_is_refused_again(launches):
     for _ in range(2):
         with pytest.raises(NotImplementedError, match="softcap"):
             flash_attn_func(q, k, v, softcap=2.0)
-        with pytest.raises(NotImplementedError, match="requires_grad"):
-            flash_attn_func(torch.empty(q.shape, dtype=q.dtype, device="cuda", requires_grad=True), k, v)
         with pytest.raises(ValueError, match="out must have shape"):
             flash_attn_func(q, k, v, out=fakes(batch=1)[0])
     assert len(launches.prepared) == 1

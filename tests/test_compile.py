@@ -8,13 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from compiled import code
+from compiled import code, kernels
 from guarded_softmax import GuardedSoftmax
 
 from hopper_fa3 import compile as compiling
-from hopper_fa3 import plan
+from hopper_fa3 import machine_code, plan
 from hopper_fa3.kernels.softmax import LOWEST_SHIFT, SUM_LIMIT
-from hopper_fa3.problem import Static
+from hopper_fa3.problem import BackwardStatic, Static
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "profiling"))
+import table_kernels
 
 ROOT = Path(__file__).parent.parent
 KINDS = [
@@ -49,6 +52,42 @@ def test_machine_code(static):
     assert found.registers == 65536 // config.threads // 8 * 8  # setmaxnreg starts from an even split
     # One exponential a score in each of the three places, and a few for rescaling and the LSE
     assert 3 * config.tile_n // 2 <= found.counts["MUFU"] <= 3 * config.tile_n // 2 + 32
+
+
+GRADIENTS = [
+    (static, plan.choose_backward(static))
+    for static in table_kernels.chosen().values()
+    if isinstance(static, BackwardStatic)
+]
+# All that adds code at once: a gradient of the LSE, an order of the sums, parts of dK and dV
+GRADIENTS.append(
+    (BackwardStatic("float16", 96, 128, True, True, True), plan.BackwardPlan(tile_m=64, stages=2, split_heads=True))
+)
+
+
+@pytest.mark.parametrize(("static", "chosen"), GRADIENTS, ids=[plan.backward_config(*each).name for each in GRADIENTS])
+def test_machine_code_of_gradients(static, chosen):
+    config = plan.backward_config(static, chosen)
+    before, found, behind = (machine_code.parse(*texts) for texts in kernels(static, chosen))
+    # What a profiler shows, and the order of launch
+    names = (f"{config.name}_before_0", f"{config.name}_1", f"{config.name}_behind_2")
+    assert (before.name, found.name, behind.name) == names
+    for each in (before, found, behind):
+        assert (each.stack, each.local, each.spills) == (0, 0, 0)
+    assert not any(family in each.counts for each in (before, behind) for family in ("HGMMA", "UTMALDG"))
+    # S in steps of 16 head dims; dP; dV and dK in steps of 16 queries; dQ in steps of 16 keys. A head's first S, the
+    # masked loop, the unmasked loop, and the last step, which has no next S but also its own dQ.
+    scores, dp, by_queries, dq = (x // 16 for x in (config.head_dim, config.head_dim_v, config.tile_m, config.tile_n))
+    loop = scores + dp + 2 * by_queries + dq
+    assert found.counts["HGMMA"] == scores + 2 * loop + (loop - scores + dq)
+    # A fence before each of the head's first S, the loops' four groups and the last step's four, and the waits: 1, 4 a
+    # loop, 3. Where ptxas serialises WGMMAs there is a fence and a wait for each.
+    assert found.counts["WARPGROUP"] <= 2 + 2 * 8 + 7
+    assert found.counts["UTMALDG"] >= 4
+    assert found.counts["USETMAXREG"] == 2
+    assert found.registers == 65536 // config.threads // 8 * 8
+    # An exponential a score in three places, and a few for the tile scheduler's divisions
+    assert 3 * config.tile_m // 2 <= found.counts["MUFU"] <= 3 * config.tile_m // 2 + 32
 
 
 def test_unmasked_loop_has_no_mask_arithmetic():

@@ -12,9 +12,11 @@ from hopper_fa3.machine_code import (
     ToolMissing,
     disassembler,
     instructions,
+    main_kernel,
     parse,
     ptxas_version,
     report,
+    split,
 )
 
 RESOURCES = """
@@ -57,6 +59,44 @@ def test_parse_wants_exactly_one_kernel():
 def test_parse_refuses_a_listing_without_instructions():
     with pytest.raises(ValueError, match="got none in the disassembly"):
         parse(RESOURCES, "\t.text.attention_0:\n")
+
+
+def several(*names):
+    """What the disassemblers say of a cubin with these kernels; only the first multiplies matrices."""
+    resources = RESOURCES.split(" Function")[0]
+    listing = "\t.target\tsm_90a\n"
+    for name in names:
+        resources += f" Function {name}:\n  REG:{len(name)} STACK:0 SHARED:1024 LOCAL:0 CONSTANT[0]:1356\n"
+        listing += f"//--------------------- .text.{name} --------------------------\n"
+        listing += LISTING.replace("HGMMA", "HGMMA" if name == names[0] else "IMAD")
+    return resources, listing + "//--------------------- SYMBOLS --------------------------\n"
+
+
+def test_kernels_of_a_cubin_come_in_the_order_of_launch():
+    found = split(*several("k_1", "k_behind_10", "k_before_0"))
+    codes = [parse(*texts) for texts in found]
+    assert [(code.name, code.registers) for code in codes] == [("k_before_0", 10), ("k_1", 3), ("k_behind_10", 11)]
+    assert [code.counts.get("HGMMA", 0) for code in codes] == [0, 2, 0]
+    assert main_kernel(found) == found[1]
+
+
+def test_one_report_is_of_one_kernel(monkeypatch):
+    monkeypatch.setattr(machine_code, "disassemble", lambda cubin: split(*several("k_1", "main")))
+    with pytest.raises(ValueError, match="exactly one kernel, got main, k_1"):
+        report(b"")
+    assert [code.name for code in machine_code.reports(b"")] == ["main", "k_1"]
+
+
+def test_a_cubin_of_other_kernels_is_refused():
+    resources, listing = several("k_0", "k_1")
+    with pytest.raises(ValueError, match=r"the same kernels, got k_0, k_1 and k_0$"):
+        split(resources, listing[: listing.index("//--------------------- .text.k_1")])
+    with pytest.raises(ValueError, match="the same kernels, got none and none"):
+        split("", "")
+    with pytest.raises(ValueError, match="one kernel must have HGMMA, got 0 of 1"):
+        main_kernel(split(resources, listing)[1:])
+    with pytest.raises(ValueError, match="one kernel must have HGMMA, got 2 of 2"):
+        main_kernel(2 * split(resources, listing)[:1])
 
 
 def test_instructions_keep_labels_predicates_and_targets():

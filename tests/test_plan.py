@@ -6,7 +6,7 @@ import pytest
 
 from hopper_fa3 import plan
 from hopper_fa3.kernels.config import HEAD_DIM_CLASSES, REGISTERS, ForwardConfig
-from hopper_fa3.problem import Problem, Static
+from hopper_fa3.problem import BackwardStatic, Problem, Static
 
 GRID = [
     Static(dtype, head_dim, head_dim_v, right_bound, False, negative_scale)
@@ -170,3 +170,108 @@ def test_sections_keep_keys_and_values_in_l2():
 @pytest.mark.parametrize(("seqlen_q", "expected"), [(1, 32), (128, 32), (129, 64), (1000, 256)])
 def test_tiles(seqlen_q, expected):
     assert plan.tiles(problem(seqlen_q=seqlen_q), plan.Plan(128, 128)) == expected
+
+
+BACKWARD_GRID = [
+    BackwardStatic(dtype, head_dim, head_dim_v, right_bound, False, deterministic)
+    for dtype, head_dim, head_dim_v, right_bound, deterministic in itertools.product(
+        ("bfloat16", "float16"), (64, 96, 128), (64, 96, 128), (False, True), (False, True)
+    )
+]
+
+
+def backward_name(static):
+    return plan.backward_config(static, plan.choose_backward(static)).name
+
+
+@pytest.mark.parametrize("static", BACKWARD_GRID, ids=backward_name)
+def test_every_plan_of_gradients_fits_the_hardware(static):
+    config = plan.backward_config(static, plan.choose_backward(static))
+    assert config.smem_bytes() <= 227 * 1024
+    producer, consumer = config.registers
+    assert 128 * (producer + config.consumer_warpgroups * consumer) <= 65536
+    # dK and dV, dP and dQ's piece in float32, Pᵀ and dSᵀ in 16 bit, and V where it stays in registers
+    accumulators = (config.head_dim + config.head_dim_v) // 2
+    step = max(config.tile_m // 2 + config.tile_m // 4, config.tile_m // 4 + config.dq_columns // 2)
+    assert accumulators + step + (16 if config.register_v else 0) < consumer
+    # Pieces of 64 queries by equal shares of K's columns, one a warpgroup
+    assert config.query_pieces * config.column_pieces == config.consumer_warpgroups
+    assert config.column_pieces * config.dq_columns == config.key_columns >= config.head_dim
+    assert config.dq_columns % 64 == 0
+    # Equal tiles are dealt out; unequal ones come from a counter, or where order counts are a CTA each, shortest first
+    assert (config.dynamic, config.descending) == (
+        static.right_bound and not static.deterministic,
+        static.right_bound and static.deterministic,
+    )
+
+
+def test_shared_memory_of_the_gradients_is_what_the_kernels_lay_out():
+    """The struct's size as the DSL sees it; a host function, traced without a GPU."""
+    cute = pytest.importorskip("cutlass.cute")
+
+    from hopper_fa3.kernels.backward import DTYPES
+    from hopper_fa3.kernels.backward_smem import backward_storage
+
+    configs = [plan.backward_config(static, plan.choose_backward(static)) for static in BACKWARD_GRID]
+    sizes = []
+
+    @cute.jit
+    def measure():
+        sizes.extend([backward_storage(config, DTYPES[config.dtype]).size_in_bytes() for config in configs])
+
+    cute.compile(measure)
+    assert sizes == [config.smem_bytes() for config in configs]
+
+
+GRADIENTS = plan.backward_config(BackwardStatic("bfloat16", 128, 128, False, False, False), plan.BackwardPlan(64))
+
+
+def waves(asked, parts, sms):
+    """Steps of the busiest SM, a K/V tile and a query head each, by dealing the CTAs out one by one."""
+    tiles = asked.batch * asked.heads_k * -(-asked.seqlen_k // GRADIENTS.tile_n)
+    most = max(len(range(part, asked.group, parts)) for part in range(parts))
+    loads = [0] * sms
+    for cta in range(tiles * parts):
+        loads[cta % sms] += most
+    return max(loads)
+
+
+@pytest.mark.parametrize("sms", [1, 4, 5, 16])
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 7, 8, 12])
+@pytest.mark.parametrize("seqlen_k", [1, 128, 200, 500, 2000])
+def test_parts_of_query_heads_save_time_or_are_one(seqlen_k, group, sms):
+    asked = problem(batch=1, heads_k=2, heads=2 * group, seqlen_k=seqlen_k)
+    parts = plan.head_parts(asked, GRADIENTS, sms)
+    # Equal shares leave no part without a head
+    share = -(-group // parts)
+    assert 1 <= parts <= group and (parts - 1) * share < group
+    whole, chosen = waves(asked, 1, sms), waves(asked, parts, sms)
+    best = min(waves(asked, count, sms) for count in range(1, group + 1))
+    assert chosen == best if parts > 1 else best >= plan.SPLIT_GAIN * whole
+    assert parts == 1 or chosen < plan.SPLIT_GAIN * whole
+
+
+@pytest.mark.parametrize(
+    ("seqlen_k", "heads", "heads_k", "parts"),
+    [
+        (8192, 16, 16, 1),  # nothing to split
+        (8192, 16, 2, 1),  # 128 K/V tiles occupy 132 SMs
+        (4096, 8, 2, 2),  # 64 tiles leave half of them idle
+        (1024, 32, 4, 4),  # 32 tiles of 8 heads: 128 CTAs of 2
+        (128, 40, 1, 40),
+    ],
+)
+def test_parts_on_an_h200(seqlen_k, heads, heads_k, parts):
+    asked = problem(batch=1, seqlen_k=seqlen_k, heads=heads, heads_k=heads_k)
+    assert plan.head_parts(asked, GRADIENTS, 132) == parts
+
+
+def test_sections_of_gradients_keep_queries_and_sums_in_l2():
+    # A row of Q and dO in 2 bytes and of dQ's sums in 4: 1024 bytes at head_dim 128. 1000 of them in 4 query heads are
+    # 4 MB a K/V head: 8 in 32 MiB
+    assert plan.backward_heads_per_section(problem(), False) == 8
+    assert plan.backward_heads_per_section(problem(seqlen_q=1100), False) == 4  # 7 would fit: a power of two
+    assert plan.backward_heads_per_section(problem(seqlen_q=2**20), False) == 1
+    assert plan.backward_heads_per_section(problem(seqlen_q=1, batch=1), False) == 4  # never more than there are
+    assert plan.backward_heads_per_section(problem(right=None), False) == 1
+    assert plan.backward_heads_per_section(problem(right=None), True) == 8

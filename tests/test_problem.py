@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hopper_fa3 import problem
 from hopper_fa3.plan import Plan
-from hopper_fa3.problem import ILLEGAL, Problem, Static, bounds, refuse_illegal
+from hopper_fa3.problem import ILLEGAL, BackwardStatic, Problem, Static, bounds, refuse_illegal
 
 SMS = 132
 NUMBERS = {"heads": 4, "heads_k": 2, "head_dim": 64, "head_dim_v": 64, "batch": 2, "seqlen_q": 5, "seqlen_k": 7}
@@ -79,8 +79,6 @@ ROWS = (
     ("softcap", {"softcap": 15.0}, NotImplementedError, "softcap must be 0.0 (not built yet), got 15.0"),
     *((name, {name: torch.ones(2)}, NotImplementedError, f"{name} must be None (not built yet), got Tensor")
       for name in ("qv", "q_descale", "k_descale", "v_descale", "sink", "alibi_slopes", "score", "mask", "block_mask")),
-    ("requires_grad", CUDA | GRAD, NotImplementedError,
-     "requires_grad of q, k and v must be False on CUDA or grad mode off (the backward is not built yet), got True"),
     ("out", GRAD | {"out": torch.ones(2)}, ValueError,
      "out must be None where q, k or v requires grad (results are written in place), got Tensor"),
 )  # fmt: skip
@@ -178,7 +176,7 @@ def test_a_call_with_an_illegal_option(options, error, message):
 
 
 def test_every_option_that_is_not_built_is_refused_by_a_call():
-    unbuilt = {row.fact for row in ILLEGAL if row.error is NotImplementedError} - {"left", "requires_grad"}
+    unbuilt = {row.fact for row in ILLEGAL if row.error is NotImplementedError} - {"left"}
     assert unbuilt <= {next(iter(options)) for options, error, _ in CALLS if error is NotImplementedError}
 
 
@@ -333,14 +331,24 @@ def test_what_is_legal_on_cuda(hopper):
     Problem.from_tensors(q, k, v, out=torch.empty(q.shape, dtype=q.dtype, device="cuda"))
 
 
+def test_the_static_part_of_a_backward(hopper):
+    given = tensors("cuda", torch.float16, head_dim=72, head_dim_v=8)
+    shifted = Problem.from_tensors(*given, window_size=(-1, 2), softmax_scale=-1.0)
+    assert shifted.backward_static(True, False) == BackwardStatic("float16", 96, 64, True, True, False)
+    dense = Problem.from_tensors(*given).backward_static(False, True)
+    assert dense == BackwardStatic("float16", 96, 64, False, False, True)
+
+
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_gradients_on_cuda(place, hopper):
     given = list(tensors("cuda"))
     given[place] = torch.empty(given[place].shape, dtype=torch.bfloat16, device="cuda", requires_grad=True)
-    with refused(ROWS[-2][2], ROWS[-2][3]):
-        Problem.from_tensors(*given)
+    out = torch.empty(given[0].shape, dtype=torch.bfloat16, device="cuda")
+    assert Problem.from_tensors(*given) == Problem.from_tensors(*tensors("cuda"))
+    with refused(ROWS[-1][2], ROWS[-1][3].replace("Tensor", "FakeTensor")):
+        Problem.from_tensors(*given, out=out)
     with torch.no_grad():
-        assert Problem.from_tensors(*given).batch == 2
+        assert Problem.from_tensors(*given, out=out).batch == 2
 
 
 def test_gradients_and_out_on_the_cpu():

@@ -68,6 +68,25 @@ def test_figures_follow_from_the_algorithm():
     assert found["clocks"]["tensor"] == 3072 and found["clocks"]["MUFU"] == 64 * 3 * 8
 
 
+@pytest.mark.parametrize(("name", "queries"), [("d64-causal-backward", 128), ("d128-causal-backward", 64)])
+def test_figures_of_gradients_follow_from_the_algorithm(name, queries):
+    """A thread has a half of each query's 64 scores; a step's five products are 2 * queries * 128 * head_dim FLOP."""
+    found, scores, head_dim = figures(name), queries // 2, KERNELS[name].head_dim
+    assert found["registers"] == {"launch": 168, "producer": 24, "consumer": 240}
+    for loop, selected in (("unmasked", 0), ("masked", scores)):
+        counts = found[loop]["counts"]
+        assert counts["HGMMA"] == 2 * head_dim // 16 + 2 * queries // 16 + 128 // 16
+        # exp2(S scale - LSE); P (dP - delta), for which P comes back from 16 bit
+        assert counts["MUFU"] == counts["FFMA"] == counts["FADD"] == counts["FMUL"] == scores
+        assert counts.get("FSEL", 0) == selected and counts["F2FP"] == 2 * scores / 2
+        # Row statistics: a shuffle for LSE and one for delta, of each query that a thread has
+        assert counts["SHFL"] == 2 * queries // 4
+        # Four fences and four waits: serialised, each product would have its own
+        assert counts["WARPGROUP"] == 8
+    assert found["producer"]["counts"]["UTMALDG"] == 2 * head_dim // 64 and found["producer"]["counts"]["UBLKCP"] == 1
+    assert found["clocks"]["tensor"] == 5 * 2 * queries * 128 * head_dim / 4096
+
+
 def test_a_loop_that_computes_other_than_one_block_is_refused():
     with pytest.raises(ValueError, match="must issue 12 HGMMA for one block, got 16"):
         sass_figures.figures(KERNELS["d64-dense"], *compiled.texts(KERNELS["d128-dense"]))
