@@ -5,10 +5,14 @@ arithmetic, compiled for the CPU, against the visibility rule by brute force.
 import functools
 import itertools
 
-import cutlass
-import cutlass.cute as cute
 import pytest
 import torch
+
+import hopper_fa3.compile  # noqa: F401  chooses the DSL's target, which cutlass takes when it is first imported
+
+# isort: split
+import cutlass
+import cutlass.cute as cute
 from cutlass.cute.runtime import from_dlpack
 
 from hopper_fa3.kernels.args import BackwardRunTime

@@ -193,7 +193,7 @@ def test_every_plan_of_gradients_fits_the_hardware(static):
     # dK and dV, dP and dQ's piece in float32, Pᵀ and dSᵀ in 16 bit, and V where it stays in registers
     accumulators = (config.head_dim + config.head_dim_v) // 2
     step = max(config.tile_m // 2 + config.tile_m // 4, config.tile_m // 4 + config.dq_columns // 2)
-    assert accumulators + step + (16 if config.register_v else 0) < consumer
+    assert accumulators + step + config.register_depth // 4 < consumer
     # Pieces of 64 queries by equal shares of K's columns, one a warpgroup
     assert config.query_pieces * config.column_pieces == config.consumer_warpgroups
     assert config.column_pieces * config.dq_columns == config.key_columns >= config.head_dim
