@@ -1,28 +1,26 @@
 """The consumer warpgroups of the backward kernel: S and dP again, dV, dK and dQ."""
 
-import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, const_expr, pipeline
+from cutlass import Boolean, Int32, const_expr, pipeline
 from cutlass.cute.nvgpu import warpgroup as wgmma
 
 from .args import BackwardRunTime
 from .backward_products import BackwardProducts, issue, issue_dp, load_v, make_backward_products, transposed
+from .backward_scores import differentiate, exponentiate, first_queries_of, own_statistics, query_limits
 from .backward_store import sums_barrier
 from .barriers import BackwardBarrier
 from .blocks import Band
 from .config import WARPGROUP_THREADS, WARPS_PER_WARPGROUP, WGMMA_M, BackwardConfig
 from .output import DirectOutput, Piece
 from .phases import Phase, begin
-from .products import convert, new_accumulator, new_left_operand, rows_and_columns, store_copy
+from .products import convert, new_accumulator, new_left_operand, store_copy
 from .schedule import SLOTS, Schedule, TileQueue
-from .softmax import QUAD, ROWS
+from .softmax import QUAD
 from .workspace import write_piece
-
-LANES = 32
 
 
 class Memory(NamedTuple):
@@ -150,9 +148,7 @@ class BackwardConsumer:
         dv = new_accumulator(products.dv_add, (WGMMA_M, config.head_dim_v))
         dk.fill(0.0)
         dv.fill(0.0)
-        first_queries = cute.make_rmem_tensor(ROWS, Int32)
-        for row in cutlass.range_constexpr(ROWS):
-            first_queries[row] = self.band.first_query(first_key + 8 * row, seqlen_q, seqlen_k, run.right)
+        first_queries = first_queries_of(self.band, first_key, seqlen_q, seqlen_k, run.right)
         return Tile(dk, dv, self.new_operand(products), first_queries)
 
     @cute.jit
@@ -319,21 +315,10 @@ class BackwardConsumer:
         masked: cutlass.Constexpr[bool],
     ):
         """Wait for Sᵀ; Pᵀ = exp2(Sᵀ scale - LSE), in place and in 16 bit."""
-        scores = rows_and_columns(accumulator)
-        quad = cute.arch.lane_idx() % QUAD
-        limits = cute.make_rmem_tensor(ROWS, Int32)
-        for row in cutlass.range_constexpr(ROWS):
-            limits[row] = tile.first_queries[row] - block * self.config.tile_m - 2 * quad
+        limits = query_limits(tile.first_queries, block * self.config.tile_m)
         lse = own_statistics(rows, 0, self.config.tile_m)
         wgmma.wait_group(0)
-        for column in cutlass.range_constexpr(self.config.tile_m // QUAD):
-            shift = statistic(lse, column)
-            for row in cutlass.range_constexpr(ROWS):
-                exponent = scores[row, column] * run.scale_log2 - shift
-                if const_expr(masked):
-                    visible = Int32(8 * (column // 2) + column % 2) >= limits[row]
-                    exponent = cutlass.select_(visible, exponent, Float32(-math.inf))
-                scores[row, column] = cute.math.exp2(exponent, fastmath=True)
+        exponentiate(accumulator, lse, limits, run.scale_log2, masked)
         convert(accumulator, self.dtype, target=tile.p)
 
     @cute.jit
@@ -343,14 +328,9 @@ class BackwardConsumer:
         """Wait for dPᵀ; dSᵀ = Pᵀ (dPᵀ - delta) in 16 bit, in registers and in shared memory. P is taken as dV takes it,
         in 16 bit.
         """
-        p = rows_and_columns(cute.make_tensor(tile.p.iterator, dp.layout))
-        gradients = rows_and_columns(dp)
         delta = own_statistics(memory.rows[None, state.q.index], self.config.tile_m, self.config.tile_m)
         wgmma.wait_group(1)
-        for column in cutlass.range_constexpr(self.config.tile_m // QUAD):
-            shift = statistic(delta, column)
-            for row in cutlass.range_constexpr(ROWS):
-                gradients[row, column] = p[row, column].to(Float32) * (gradients[row, column] - shift)
+        differentiate(dp, tile.p, delta)
         ds = self.new_operand(products)
         convert(dp, self.dtype, target=ds)
         self.wait_scores(warpgroup, state.parity ^ 1)
@@ -364,25 +344,3 @@ class BackwardConsumer:
         if state.staged:
             sums_barrier(BackwardBarrier.SUMS_FULL, warpgroup, arrive=True)
         return ds
-
-
-@cute.jit
-def own_statistics(rows: cute.Tensor, first: cutlass.Constexpr[int], queries: cutlass.Constexpr[int]):
-    """This lane's share of a step's row statistics from ``first`` on: queries 2 lane and 2 lane + 1 of each 64. The 8
-    lanes that hold a column of the transposed scores need the same statistics; to load them in each would cost 8 times
-    the shared-memory cycles, which bound this kernel.
-    """
-    values = cute.make_rmem_tensor((2, queries // (2 * LANES)), Float32)
-    for part in cutlass.range_constexpr(queries // (2 * LANES)):
-        pointer = rows.iterator + (first + 2 * LANES * part + 2 * cute.arch.lane_idx())
-        cute.autovec_copy(cute.make_tensor(pointer.align(8), cute.make_layout(2)), values[None, part])
-    return values
-
-
-@cute.jit
-def statistic(values: cute.Tensor, column: cutlass.Constexpr[int]) -> Float32:
-    """The statistic of a thread's ``column``: its query is 8 (column // 2) + 2 (place in the quad) + column % 2."""
-    groups = LANES // QUAD  # 8 queries each
-    group = column // 2
-    lane = QUAD * (group % groups) + cute.arch.lane_idx() % QUAD
-    return cute.arch.shuffle_sync(values[column % 2, group // groups], lane)

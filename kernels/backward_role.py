@@ -9,10 +9,9 @@ from cutlass import Boolean, Float32, Int32, const_expr, pipeline
 from cutlass.cute.nvgpu import warpgroup as wgmma
 
 from .args import BackwardRunTime
-from .backward_consume import own_statistics
 from .backward_products import issue
 from .backward_role_products import RoleProducts
-from .backward_scores import first_queries_of
+from .backward_scores import first_queries_of, own_statistics
 from .backward_store import sums_barrier
 from .barriers import BackwardBarrier, RoleBarrier
 from .blocks import Band

@@ -1,4 +1,4 @@
-"""What the backward kernels for wide heads do with scores in registers, a thread's share of (keys, queries)."""
+"""What the backward kernels do with scores in registers, a thread's share of (keys, queries)."""
 
 import math
 
@@ -6,11 +6,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from .backward_consume import statistic
 from .blocks import Band
 from .config import WARPGROUP_THREADS
 from .products import rows_and_columns, store_copy
 from .softmax import QUAD, ROWS
+
+LANES = 32
 
 
 @cute.jit
@@ -68,3 +69,25 @@ def write_scores(tiled_mma: cute.TiledMma, operand: cute.Tensor, layout: cutlass
     copy = store_copy(tiled_mma, target.element_type, cute.arch.thread_idx()[0] % WARPGROUP_THREADS)
     cute.copy(copy, copy.retile(cute.make_tensor(operand.iterator, layout)), copy.partition_D(target))
     cute.arch.fence_view_async_shared()
+
+
+@cute.jit
+def own_statistics(rows: cute.Tensor, first: cutlass.Constexpr[int], queries: cutlass.Constexpr[int]):
+    """This lane's share of a step's row statistics from ``first`` on: queries 2 lane and 2 lane + 1 of each 64. The 8
+    lanes that hold a column of the transposed scores need the same statistics; to load them in each would cost 8 times
+    the shared-memory cycles, which bound this kernel.
+    """
+    values = cute.make_rmem_tensor((2, queries // (2 * LANES)), Float32)
+    for part in cutlass.range_constexpr(queries // (2 * LANES)):
+        pointer = rows.iterator + (first + 2 * LANES * part + 2 * cute.arch.lane_idx())
+        cute.autovec_copy(cute.make_tensor(pointer.align(8), cute.make_layout(2)), values[None, part])
+    return values
+
+
+@cute.jit
+def statistic(values: cute.Tensor, column: cutlass.Constexpr[int]) -> Float32:
+    """The statistic of a thread's ``column``: its query is 8 (column // 2) + 2 (place in the quad) + column % 2."""
+    groups = LANES // QUAD  # 8 queries each
+    group = column // 2
+    lane = QUAD * (group % groups) + cute.arch.lane_idx() % QUAD
+    return cute.arch.shuffle_sync(values[column % 2, group // groups], lane)

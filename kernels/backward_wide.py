@@ -16,9 +16,8 @@ from cutlass import Boolean, Int32, const_expr, pipeline
 from cutlass.cute.nvgpu import warpgroup as wgmma
 
 from .args import BackwardRunTime
-from .backward_consume import own_statistics
 from .backward_products import BackwardProducts, issue, make_backward_products, make_dk_from_shared, piece, transposed
-from .backward_scores import differentiate, exponentiate, first_queries_of, query_limits, write_scores
+from .backward_scores import differentiate, exponentiate, first_queries_of, own_statistics, query_limits, write_scores
 from .backward_store import sums_barrier
 from .barriers import BackwardBarrier, WideBarrier
 from .blocks import Band
