@@ -9,13 +9,13 @@ from cutlass import Boolean, Int32, const_expr, pipeline
 from cutlass.cute.nvgpu import warpgroup as wgmma
 
 from .args import BackwardRunTime
+from .backward_output import store_gradients
 from .backward_products import BackwardProducts, issue, issue_dp, load_v, make_backward_products, transposed
 from .backward_scores import differentiate, exponentiate, first_queries_of, own_statistics, query_limits
 from .backward_store import sums_barrier
 from .barriers import BackwardBarrier
 from .blocks import Band
 from .config import WARPGROUP_THREADS, WARPS_PER_WARPGROUP, WGMMA_M, BackwardConfig
-from .output import DirectOutput, Piece
 from .phases import Phase, begin
 from .products import convert, new_accumulator, new_left_operand, store_copy
 from .schedule import SLOTS, Schedule, TileQueue
@@ -106,39 +106,13 @@ class BackwardConsumer:
             k_state.advance()
             v_state.advance()
             begin(Phase.EPILOGUE)
-            self.store_gradients(outputs, tile, n_block, head_k, part, batch_index, warpgroup, first_key, run)
+            where, totals = (n_block, head_k, part, batch_index), (tile.dk, tile.dv)
+            store_gradients(config, self.dtype, outputs, totals, where, warpgroup, first_key, run.scale)
             begin(Phase.WAIT_TILE)
             index, queue_state = self.schedule.receive(queue, queue_state, index)
         # No barrier is left half full
         sums_barrier(BackwardBarrier.SUMS_FREE, warpgroup, arrive=False)
         begin(Phase.EXIT)
-
-    @cute.jit
-    def store_gradients(
-        self,
-        outputs: tuple,
-        tile: Tile,
-        n_block: Int32,
-        head_k: Int32,
-        part: Int32,
-        batch: Int32,
-        warpgroup: Int32,
-        first_key: Int32,
-        run: BackwardRunTime,
-    ):
-        """dK and dV of this warpgroup's keys leave: in the input's dtype, or as one of the parts to be added later."""
-        out_dk, out_dv = outputs
-        if const_expr(self.config.split_heads):
-            part -= head_k * out_dk.shape[2]
-            write_piece(out_dk[batch, head_k, part, n_block, None], tile.dk, warpgroup)
-            write_piece(out_dv[batch, head_k, part, n_block, None], tile.dv, warpgroup)
-        else:
-            for element in cutlass.range(cute.size(tile.dk), unroll_full=True):
-                tile.dk[element] = tile.dk[element] * run.scale
-            thread = cute.arch.thread_idx()[0] % WARPGROUP_THREADS
-            piece = Piece(n_block, head_k, batch, warpgroup, thread, Boolean(False), first_key)
-            DirectOutput(self.dtype, self.config.head_dim).store(out_dk, None, tile.dk, None, piece)
-            DirectOutput(self.dtype, self.config.head_dim_v).store(out_dv, None, tile.dv, None, piece)
 
     @cute.jit
     def start(self, products: BackwardProducts, first_key: Int32, seqlen_q: Int32, seqlen_k: Int32, run) -> Tile:
