@@ -24,7 +24,7 @@ from .backward_wide import WideConsumer
 from .blocks import Band
 from .config import WARPGROUP_THREADS, WARPS_PER_WARPGROUP, BackwardConfig
 from .forward import DTYPES, heads_last
-from .schedule import SLOTS, Schedule, TileQueue
+from .schedule import Schedule, make_tile_queue
 
 
 class BackwardKernel:
@@ -151,7 +151,8 @@ class BackwardKernel:
         s_rows = storage.rows.get_tensor(cute.make_layout((config.row_floats, config.stages)))
         sum_floats = config.consumer_warpgroups * config.piece_floats // config.sum_rounds
         s_dq = storage.dq.get_tensor(cute.make_layout(sum_floats))
-        pipes, queue = self.pipelines(storage), self.tile_queue(storage, counter)
+        readers = (WARPS_PER_WARPGROUP + 1) * config.consumer_warpgroups  # and the store warps
+        pipes, queue = self.pipelines(storage), make_tile_queue(storage, counter, config.dynamic, readers)
         pipeline.pipeline_init_arrive(is_relaxed=True)
         pipeline.pipeline_init_wait()
         # Every thread waits for the launch before, so a launch's end implies the end of all before it
@@ -224,19 +225,3 @@ class BackwardKernel:
             pipe(storage.q_barriers, config.stages, config.tile_m, config.head_dim, 4 * config.row_floats),
             pipe(storage.do_barriers, config.do_stages, config.tile_m, config.head_dim_v),
         )
-
-    @cute.jit
-    def tile_queue(self, storage, counter: cute.Tensor) -> TileQueue:
-        """Slots and barriers through which the producer warp hands tile indices to every consumer warp."""
-        if const_expr(not self.config.dynamic):
-            return TileQueue(None, None, None)
-        group = partial(pipeline.CooperativeGroup, pipeline.Agent.Thread)
-        pipe = pipeline.PipelineAsync.create(
-            barrier_storage=storage.queue_barriers.data_ptr(),
-            num_stages=SLOTS,
-            producer_group=group(1),
-            # All consumer warps, and the store warps
-            consumer_group=group((WARPS_PER_WARPGROUP + 1) * self.config.consumer_warpgroups),
-            defer_sync=True,
-        )
-        return TileQueue(counter, storage.queue_slots.get_tensor(cute.make_layout(SLOTS)), pipe)

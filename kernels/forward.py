@@ -9,7 +9,7 @@ from functools import partial
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr, pipeline
+from cutlass import Float32, Int32, pipeline
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
@@ -23,7 +23,7 @@ from .load import Producer
 from .output import DirectOutput, StagedOutput
 from .phases import Phase, begin
 from .probabilities import RegisterP, SharedP
-from .schedule import SLOTS, Schedule, TileQueue
+from .schedule import Schedule, make_tile_queue
 from .smem import forward_layouts, forward_storage
 from .softmax import Softmax
 
@@ -104,7 +104,8 @@ class ForwardKernel:
         s_q = storage.q.get_tensor(q_layout.outer, swizzle=q_layout.inner)
         s_k = storage.k.get_tensor(k_layout.outer, swizzle=k_layout.inner)
         s_v = storage.v.get_tensor(v_layout.outer, swizzle=v_layout.inner)
-        pipes, queue = self.pipelines(storage), self.tile_queue(storage, counter)
+        readers = WARPS_PER_WARPGROUP * config.consumer_warpgroups
+        pipes, queue = self.pipelines(storage), make_tile_queue(storage, counter, config.dynamic, readers)
         pipeline.pipeline_init_arrive(is_relaxed=True)
         pipeline.pipeline_init_wait()
         # Programmatic dependent launch: from here on the next launch may set itself up; this one goes on when the one
@@ -167,18 +168,3 @@ class ForwardKernel:
             pipe(storage.k_barriers, config.stages, warps, config.tile_n * config.head_dim),
             pipe(storage.v_barriers, config.stages, warps, config.tile_n * config.head_dim_v),
         )
-
-    @cute.jit
-    def tile_queue(self, storage, counter: cute.Tensor) -> TileQueue:
-        """Slots and barriers through which the producer warp hands tile indices to every consumer warp."""
-        if const_expr(not self.config.dynamic):
-            return TileQueue(None, None, None)
-        group = partial(pipeline.CooperativeGroup, pipeline.Agent.Thread)
-        pipe = pipeline.PipelineAsync.create(
-            barrier_storage=storage.queue_barriers.data_ptr(),
-            num_stages=SLOTS,
-            producer_group=group(1),
-            consumer_group=group(WARPS_PER_WARPGROUP * self.config.consumer_warpgroups),
-            defer_sync=True,
-        )
-        return TileQueue(counter, storage.queue_slots.get_tensor(cute.make_layout(SLOTS)), pipe)

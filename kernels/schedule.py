@@ -1,11 +1,12 @@
 """Which Q tiles a CTA computes, and in which order."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Int32, const_expr, pipeline
 
 SLOTS = 2  # tile indices under way from the producer warp to the consumers: it runs at most one tile ahead
 
@@ -17,6 +18,24 @@ class TileQueue(NamedTuple):
     counter: cute.Tensor
     slots: cute.Tensor  # shared memory
     pipe: object
+
+
+@cute.jit
+def make_tile_queue(storage, counter: cute.Tensor, dynamic: cutlass.Constexpr[bool], readers: cutlass.Constexpr[int]):
+    """Slots and barriers through which the producer warp hands tile indices to the ``readers``, warps that each take
+    all of them.
+    """
+    if const_expr(not dynamic):
+        return TileQueue(None, None, None)
+    group = partial(pipeline.CooperativeGroup, pipeline.Agent.Thread)
+    pipe = pipeline.PipelineAsync.create(
+        barrier_storage=storage.queue_barriers.data_ptr(),
+        num_stages=SLOTS,
+        producer_group=group(1),
+        consumer_group=group(readers),
+        defer_sync=True,
+    )
+    return TileQueue(counter, storage.queue_slots.get_tensor(cute.make_layout(SLOTS)), pipe)
 
 
 @dataclass(frozen=True)
