@@ -209,7 +209,7 @@ def test_shared_memory_of_the_gradients_is_what_the_kernels_lay_out():
     """The struct's size as the DSL sees it; a host function, traced without a GPU."""
     cute = pytest.importorskip("cutlass.cute")
 
-    from hopper_fa3.kernels.backward import DTYPES
+    from hopper_fa3.compile import DTYPES  # not from kernels: it also chooses the target of the DSL
     from hopper_fa3.kernels.backward_smem import backward_storage
 
     configs = [plan.backward_config(static, plan.choose_backward(static)) for static in BACKWARD_GRID]
