@@ -11,7 +11,14 @@ from cutlass.cute.nvgpu import warpgroup as wgmma
 from .args import BackwardRunTime
 from .backward_output import store_gradients
 from .backward_products import BackwardProducts, issue, issue_dp, load_v, make_backward_products, transposed
-from .backward_scores import differentiate, exponentiate, first_queries_of, own_statistics, query_limits
+from .backward_scores import (
+    differentiate,
+    exponentiate,
+    first_queries_of,
+    own_statistics,
+    query_limits,
+    release_queries,
+)
 from .backward_store import sums_barrier
 from .barriers import BackwardBarrier
 from .blocks import Band
@@ -21,6 +28,8 @@ from .products import convert, new_accumulator, new_left_operand, store_copy
 from .schedule import SLOTS, Schedule, TileQueue
 from .softmax import QUAD
 from .workspace import write_piece
+
+LSE, DELTA = range(2)  # row statistics, in their order
 
 
 class Memory(NamedTuple):
@@ -50,7 +59,6 @@ class State(NamedTuple):
     ds: pipeline.PipelineState
     parity: Int32  # of the step: which barriers say that its dS is there
     follows: Boolean  # another step of the same head
-    staged: Boolean  # a dQ is in shared memory and not yet handed to the store warp
 
 
 @dataclass(frozen=True)
@@ -84,7 +92,7 @@ class BackwardConsumer:
         k_state, v_state = (pipeline.make_pipeline_state(consumer, 1) for _ in range(2))
         q_state, do_state = (pipeline.make_pipeline_state(consumer, config.stages) for _ in range(2))
         ds_state = pipeline.make_pipeline_state(consumer, config.score_stages)
-        state = State(q_state, do_state, ds_state, Int32(0), Boolean(False), Boolean(False))
+        state = State(q_state, do_state, ds_state, Int32(0), Boolean(False))
         queue_state = pipeline.make_pipeline_state(consumer, SLOTS)
         own_key = warpgroup * WGMMA_M + thread // QUAD // 8 * 16 + thread // QUAD % 8
         index, tiles = self.schedule.first(), self.schedule.count(seqlen_k, run.head_parts, batch)
@@ -132,8 +140,9 @@ class BackwardConsumer:
         """All steps of one query head."""
         first, unmasked, end = blocks
         memory.q_pipe.consumer_wait(state.q)
+        lse = self.statistics(memory, state.q, LSE)
         scores = self.issue_scores(products, state.q)
-        self.probabilities(tile, scores, memory.rows[None, state.q.index], first, run, masked=True)
+        self.probabilities(tile, scores, lse, first, run, masked=True)
         memory.do_pipe.consumer_wait(state.do)
         # What stands as dQ of the step before the first is not stored
         self.scores_written(warpgroup, state.parity ^ 1)
@@ -156,55 +165,56 @@ class BackwardConsumer:
         masked: cutlass.Constexpr[bool],
     ) -> State:
         """dV and dK of the step before ``block``, dQ of the one before that; P of ``block``."""
-        has_dq = state.follows
+        delta = self.statistics(memory, state.q, DELTA)
         dp = self.issue_gradients(products, state, tile)
         # dS under dV
-        ds = self.score_gradients(products, memory, state, tile, dp, warpgroup)
+        ds = self.score_gradients(products, memory, state, tile, dp, delta, warpgroup)
         following = state.q.clone()
         following.advance()
         dq = self.issue_dq_before(products, state)
         self.issue_dk(products, state, tile, ds)
         wgmma.wait_group(1)
         memory.do_pipe.consumer_release(state.do)
+        arrived = memory.q_pipe.consumer_try_wait(following)
         # dQ leaves under dK
-        if has_dq:
+        if state.follows:
             self.stage_dq(memory, dq, warpgroup)
-        memory.q_pipe.consumer_wait(following)
+        memory.q_pipe.consumer_wait(following, arrived)
+        lse = self.statistics(memory, following, LSE)
         scores = self.issue_scores(products, following)
-        self.probabilities(tile, scores, memory.rows[None, following.index], block, run, masked=masked)
+        self.probabilities(tile, scores, lse, block, run, masked=masked)
         state.do.advance()
         # The wait on a barrier is a branch, which holds the wait for dK behind the exponentials
         memory.do_pipe.consumer_wait(state.do)
         wgmma.wait_group(0)
-        memory.q_pipe.consumer_release(state.q)
+        release_queries(memory.q_pipe, state.q)
         state.ds.advance()
-        return State(following, state.do, state.ds, state.parity ^ 1, Boolean(True), has_dq)
+        return State(following, state.do, state.ds, state.parity ^ 1, Boolean(True))
 
     @cute.jit
     def last_step(
         self, products: BackwardProducts, memory: Memory, state: State, tile: Tile, warpgroup: Int32
     ) -> State:
         """A head's last step, with its own dQ."""
+        delta = self.statistics(memory, state.q, DELTA)
         dp = self.issue_gradients(products, state, tile)
-        ds = self.score_gradients(products, memory, state, tile, dp, warpgroup)
+        ds = self.score_gradients(products, memory, state, tile, dp, delta, warpgroup)
         dq = self.issue_dq_before(products, state)
         self.issue_dk(products, state, tile, ds)
         wgmma.wait_group(1)
         memory.do_pipe.consumer_release(state.do)
         if state.follows:
             self.stage_dq(memory, dq, warpgroup)
-            self.hand_over_dq(warpgroup)
         self.wait_scores(warpgroup, state.parity)
         dq = self.issue_dq(products, state.ds.index)
         wgmma.wait_group(0)
-        memory.q_pipe.consumer_release(state.q)
+        release_queries(memory.q_pipe, state.q)
         self.stage_dq(memory, dq, warpgroup)
-        self.hand_over_dq(warpgroup)
         state.q.advance()
         state.do.advance()
         state.ds.advance()
         # The next head's first step takes the same barriers: the others may only be full when all have passed these
-        return State(state.q, state.do, state.ds, state.parity, Boolean(False), Boolean(False))
+        return State(state.q, state.do, state.ds, state.parity, Boolean(False))
 
     def new_operand(self, products):
         """Registers for Pᵀ or dSᵀ in 16 bit."""
@@ -260,49 +270,56 @@ class BackwardConsumer:
 
     @cute.jit
     def wait_scores(self, warpgroup: Int32, parity: Int32):
-        """Wait for the other warpgroup's part; the own one was written before."""
+        """Wait for the other warpgroup's part, and make both visible to WGMMA. This fence waits for all that the
+        thread has written to shared memory: here, a step after dS was written, that is long done.
+        """
         barrier = int(BackwardBarrier.SCORES) + 2 * parity + 1 - warpgroup
         cute.arch.barrier(barrier_id=barrier, number_of_threads=2 * WARPGROUP_THREADS)
+        cute.arch.fence_view_async_shared()
 
     @cute.jit
     def stage_dq(self, memory: Memory, dq: cute.Tensor, warpgroup: Int32):
-        """Write this warpgroup's piece of dQ to shared memory. It is handed over later: the fence between waits for
-        the writes.
-        """
+        """Hand this warpgroup's piece of dQ to the store warp, whose fence makes it visible to the bulk copy."""
         sums_barrier(BackwardBarrier.SUMS_FREE, warpgroup, arrive=False)
         write_piece(memory.dq, dq, warpgroup)
-
-    @cute.jit
-    def hand_over_dq(self, warpgroup: Int32):
-        """Give the staged piece to the store warp."""
-        cute.arch.fence_view_async_shared()
         sums_barrier(BackwardBarrier.SUMS_FULL, warpgroup, arrive=True)
+
+    def statistics(self, memory: Memory, q_state, kind: int):
+        """This thread's share of a step's LSE or delta. Loaded before the products that come first are issued: behind
+        their reads of shared memory it would wait.
+        """
+        return own_statistics(memory.rows[None, q_state.index], kind * self.config.tile_m, self.config.tile_m)
 
     @cute.jit
     def probabilities(
         self,
         tile: Tile,
         accumulator: cute.Tensor,
-        rows: cute.Tensor,
+        lse: cute.Tensor,
         block: Int32,
         run: BackwardRunTime,
         masked: cutlass.Constexpr[bool],
     ):
         """Wait for Sᵀ; Pᵀ = exp2(Sᵀ scale - LSE), in place and in 16 bit."""
         limits = query_limits(tile.first_queries, block * self.config.tile_m)
-        lse = own_statistics(rows, 0, self.config.tile_m)
         wgmma.wait_group(0)
         exponentiate(accumulator, lse, limits, run.scale_log2, masked)
         convert(accumulator, self.dtype, target=tile.p)
 
     @cute.jit
     def score_gradients(
-        self, products: BackwardProducts, memory: Memory, state: State, tile: Tile, dp: cute.Tensor, warpgroup: Int32
+        self,
+        products: BackwardProducts,
+        memory: Memory,
+        state: State,
+        tile: Tile,
+        dp: cute.Tensor,
+        delta: cute.Tensor,
+        warpgroup: Int32,
     ):
         """Wait for dPᵀ; dSᵀ = Pᵀ (dPᵀ - delta) in 16 bit, in registers and in shared memory. P is taken as dV takes it,
         in 16 bit.
         """
-        delta = own_statistics(memory.rows[None, state.q.index], self.config.tile_m, self.config.tile_m)
         wgmma.wait_group(1)
         differentiate(dp, tile.p, delta)
         ds = self.new_operand(products)
@@ -312,9 +329,5 @@ class BackwardConsumer:
         target = cute.local_tile(buffer, (WGMMA_M, self.config.tile_m), (warpgroup, 0))
         copy = store_copy(products.scores_first, self.dtype, cute.arch.thread_idx()[0] % WARPGROUP_THREADS)
         cute.copy(copy, copy.retile(cute.make_tensor(ds.iterator, dp.layout)), copy.partition_D(target))
-        # One fence for dS and the dQ staged before
-        cute.arch.fence_view_async_shared()
         self.scores_written(warpgroup, state.parity)
-        if state.staged:
-            sums_barrier(BackwardBarrier.SUMS_FULL, warpgroup, arrive=True)
         return ds

@@ -177,7 +177,6 @@ class Role:
             own = cute.make_tensor(dq.iterator + part * size, cute.make_layout(size))
             sums_barrier(BackwardBarrier.SUMS_FREE, Int32(self.warpgroup), arrive=False)
             write_piece(memory.dq, own, Int32(self.warpgroup))
-            cute.arch.fence_view_async_shared()
             sums_barrier(BackwardBarrier.SUMS_FULL, Int32(self.warpgroup), arrive=True)
 
 

@@ -23,7 +23,7 @@ from .args import BackwardRunTime
 from .backward_products import transposed
 from .backward_role import Memory, Role, State, arrive, wait, words_of
 from .backward_role_products import RoleProducts, make_role_products
-from .backward_scores import differentiate, exponentiate, query_limits, write_scores
+from .backward_scores import differentiate, exponentiate, query_limits, release_queries, write_scores
 from .barriers import RoleBarrier
 from .products import convert, new_left_operand
 from .workspace import read_piece, write_piece
@@ -59,7 +59,7 @@ class ProbabilityRole(Role):
         wgmma.wait_group(0)
         limits = query_limits(first_queries, first * self.config.tile_m)
         exponentiate(scores, lse, limits, run.scale_log2, masked=True)
-        memory.q_pipe.consumer_release(state.q)
+        release_queries(memory.q_pipe, state.q)
         state = self.hand_over(memory, state, scores, operand)
         for block in cutlass.range(first + 1, unmasked, unroll=1):
             state = self.step(products, memory, state, total, operand, first_queries, (first, block), run, masked=True)
@@ -113,7 +113,7 @@ class ProbabilityRole(Role):
             wgmma.wait_group(0)
         limits = query_limits(first_queries, block * self.config.tile_m)
         exponentiate(scores, lse, limits, run.scale_log2, masked=masked)
-        memory.q_pipe.consumer_release(state.q)
+        release_queries(memory.q_pipe, state.q)
         # Registers that a product in flight reads cannot take the next P before that product is done: it comes back
         # from shared memory.
         state = self.hand_over(memory, state, scores, None if const_expr(self.early_scores) else operand)
@@ -218,13 +218,13 @@ class GradientRole(Role):
         self.store_dq(memory, dq, self.other_parts)
         if const_expr(not last):
             wgmma.wait_group(1)
-            memory.q_pipe.consumer_release(state.q)
+            release_queries(memory.q_pipe, state.q)
             wgmma.wait_group(0)
             memory.do_pipe.consumer_release(state.do)
             state.do.advance()
         else:
             wgmma.wait_group(0)
-            memory.q_pipe.consumer_release(state.q)
+            release_queries(memory.q_pipe, state.q)
         state.q.advance()
         return State(state.q, state.do, state.parity ^ 1)
 

@@ -11,8 +11,6 @@ from .config import WARPGROUP_THREADS
 from .products import rows_and_columns, store_copy
 from .softmax import QUAD, ROWS
 
-LANES = 32
-
 
 @cute.jit
 def first_queries_of(band: cutlass.Constexpr[Band], first_key: Int32, seqlen_q: Int32, seqlen_k: Int32, right: Int32):
@@ -40,10 +38,10 @@ def exponentiate(
     scale_log2: Float32,
     masked: cutlass.Constexpr[bool],
 ):
-    """Pᵀ = exp2(Sᵀ scale - LSE), in place. ``lse``: this lane's share, in base 2."""
+    """Pᵀ = exp2(Sᵀ scale - LSE), in place. ``lse``: of own_statistics, in base 2."""
     scores = rows_and_columns(accumulator)
     for column in cutlass.range_constexpr(cute.size(scores, mode=[1])):
-        shift = statistic(lse, column)
+        shift = lse[column % 2, column // 2]
         for row in cutlass.range_constexpr(ROWS):
             exponent = scores[row, column] * scale_log2 - shift
             if const_expr(masked):
@@ -54,11 +52,13 @@ def exponentiate(
 
 @cute.jit
 def differentiate(dp: cute.Tensor, p: cute.Tensor, delta: cute.Tensor):
-    """dSᵀ = Pᵀ (dPᵀ - delta), in dP's place. P is taken as dV takes it: in 16 bit. ``delta``: this lane's share."""
+    """dSᵀ = Pᵀ (dPᵀ - delta), in dP's place. P is taken as dV takes it: in 16 bit. ``delta``: of
+    own_statistics.
+    """
     probabilities = rows_and_columns(cute.make_tensor(p.iterator, dp.layout))
     gradients = rows_and_columns(dp)
     for column in cutlass.range_constexpr(cute.size(gradients, mode=[1])):
-        shift = statistic(delta, column)
+        shift = delta[column % 2, column // 2]
         for row in cutlass.range_constexpr(ROWS):
             gradients[row, column] = probabilities[row, column].to(Float32) * (gradients[row, column] - shift)
 
@@ -73,21 +73,18 @@ def write_scores(tiled_mma: cute.TiledMma, operand: cute.Tensor, layout: cutlass
 
 @cute.jit
 def own_statistics(rows: cute.Tensor, first: cutlass.Constexpr[int], queries: cutlass.Constexpr[int]):
-    """This lane's share of a step's row statistics from ``first`` on: queries 2 lane and 2 lane + 1 of each 64. The 8
-    lanes that hold a column of the transposed scores need the same statistics; to load them in each would cost 8 times
-    the shared-memory cycles, which bound this kernel.
+    """This thread's share of a step's row statistics from ``first`` on: of each 8 queries those at 2 (place in the
+    quad) and one further. To load each once a warp and shuffle takes as long: both pass the same pipeline.
     """
-    values = cute.make_rmem_tensor((2, queries // (2 * LANES)), Float32)
-    for part in cutlass.range_constexpr(queries // (2 * LANES)):
-        pointer = rows.iterator + (first + 2 * LANES * part + 2 * cute.arch.lane_idx())
+    values = cute.make_rmem_tensor((2, queries // 8), Float32)
+    for part in cutlass.range_constexpr(queries // 8):
+        pointer = rows.iterator + (first + 8 * part + 2 * (cute.arch.lane_idx() % QUAD))
         cute.autovec_copy(cute.make_tensor(pointer.align(8), cute.make_layout(2)), values[None, part])
     return values
 
 
 @cute.jit
-def statistic(values: cute.Tensor, column: cutlass.Constexpr[int]) -> Float32:
-    """The statistic of a thread's ``column``: its query is 8 (column // 2) + 2 (place in the quad) + column % 2."""
-    groups = LANES // QUAD  # 8 queries each
-    group = column // 2
-    lane = QUAD * (group % groups) + cute.arch.lane_idx() % QUAD
-    return cute.arch.shuffle_sync(values[column % 2, group // groups], lane)
+def release_queries(pipe, state):
+    """Give a stage of Q and row statistics back. One lane arrives for its warp: all must have read theirs before."""
+    cute.arch.sync_warp()
+    pipe.consumer_release(state)

@@ -121,6 +121,9 @@ class SumStore:
         for part in cutlass.range_constexpr(self.config.sum_rounds):
             begin(Phase.WAIT_SUMS)
             sums_barrier(BackwardBarrier.SUMS_FULL, warpgroup, arrive=False)
+            # The fence between the consumers' writes and the bulk copy stands on this side: there it would cost the
+            # consumers' time
+            cute.arch.fence_view_async_shared()
             if const_expr(part == 0 and turn is not None):
                 if cute.arch.lane_idx() == 0:
                     begin(Phase.WAIT_TURN)

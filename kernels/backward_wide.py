@@ -18,7 +18,15 @@ from cutlass.cute.nvgpu import warpgroup as wgmma
 from .args import BackwardRunTime
 from .backward_output import store_gradients
 from .backward_products import BackwardProducts, issue, make_backward_products, make_dk_from_shared, piece, transposed
-from .backward_scores import differentiate, exponentiate, first_queries_of, own_statistics, query_limits, write_scores
+from .backward_scores import (
+    differentiate,
+    exponentiate,
+    first_queries_of,
+    own_statistics,
+    query_limits,
+    release_queries,
+    write_scores,
+)
 from .backward_store import sums_barrier
 from .barriers import BackwardBarrier, WideBarrier
 from .blocks import Band
@@ -193,14 +201,14 @@ class WideConsumer:
             self.store_dq(memory, dq, warpgroup)
         if const_expr(last):
             wgmma.wait_group(0)
-            memory.q_pipe.consumer_release(state.q)
+            release_queries(memory.q_pipe, state.q)
             return state
         following = state.q.clone()
         following.advance()
         memory.q_pipe.consumer_wait(following)
         self.issue_scores(products, tile.scores, following)
         wgmma.wait_group(1)
-        memory.q_pipe.consumer_release(state.q)
+        release_queries(memory.q_pipe, state.q)
         wgmma.wait_group(0)
         state.do.advance()
         return State(following, state.do, state.parity ^ 1)
@@ -240,5 +248,4 @@ class WideConsumer:
             sums_barrier(BackwardBarrier.SUMS_FREE, warpgroup, arrive=False)
             own = cute.make_tensor(dq.iterator + part * size, cute.make_layout(size))
             write_piece(memory.dq, own, warpgroup)
-            cute.arch.fence_view_async_shared()
             sums_barrier(BackwardBarrier.SUMS_FULL, warpgroup, arrive=True)

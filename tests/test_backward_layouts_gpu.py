@@ -150,9 +150,11 @@ def test_one_contiguous_tensor_past_32_bits(device):
         pytest.skip(f"needs 40 GiB of free GPU memory, got {free / 2**30:.1f}")
     q, dout = drawn_on(device, 2, batch, 256, 1, 128)
     assert q.numel() > 2**31
-    gradients = run(q, q, q, dout=dout, causal=True)
+    # With the usual scale the last query sees itself with probability 1 here and there: its gradients are then 0
+    options = {"causal": True, "softmax_scale": 0.02}
+    gradients = run(q, q, q, dout=dout, **options)
     last = torch.tensor([0, 32_768, 65_535, 65_536, batch - 1], device=device)
     assert all(x[:, -1].any(-1).all() for x in gradients)
-    compare([x[last] for x in gradients], *[q[last]] * 3, dout=dout[last], causal=True)
+    compare([x[last] for x in gradients], *[q[last]] * 3, dout=dout[last], **options)
     del q, dout, gradients
     torch.cuda.empty_cache()
