@@ -18,7 +18,7 @@ from .backward_consume import BackwardConsumer
 from .backward_edges import THREADS, Epilogue, Prologue
 from .backward_load import BackwardProducer
 from .backward_roles import GradientRole, ProbabilityRole
-from .backward_smem import backward_layouts, backward_storage
+from .backward_smem import backward_layouts, backward_storage, row_layout
 from .backward_store import SumStore
 from .backward_wide import WideConsumer
 from .blocks import Band
@@ -76,25 +76,25 @@ class BackwardKernel:
             grid=(edge_ctas, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True
         )
         # TMA atoms
-        layouts = backward_layouts(config, dtype)
+        layouts = (*backward_layouts(config, dtype)[:4], row_layout(config))
         boxes = (
             (config.tile_n, config.key_columns),
             (config.tile_n, config.head_dim_v),
             (config.tile_m, config.head_dim),
             (config.tile_m, config.head_dim_v),
+            (1, config.row_floats),
         )
+        sources = (*map(heads_last, (k, v, q, do)), cute.make_tensor(rows.iterator, steps_first(rows.layout)))
         load_op = cpasync.CopyBulkTensorTileG2SOp()
         tensors = tuple(
-            TiledTensor(
-                *cpasync.make_tiled_tma_atom(load_op, heads_last(tensor), cute.slice_(layout, (None, None, 0)), box)
-            )
-            for tensor, layout, box in zip((k, v, q, do), layouts[:4], boxes, strict=True)
+            TiledTensor(*cpasync.make_tiled_tma_atom(load_op, source, cute.slice_(layout, (None, None, 0)), box))
+            for source, layout, box in zip(sources, layouts, boxes, strict=True)
         )
         run = BackwardRunTime(scale_log2, scale, right, section, head_parts)
         # Launch: persistent, one CTA an SM; without min_blocks_per_mp setmaxnreg would vanish
         results = (heads_last(dk), heads_last(dv))
         outputs = (dk_parts, dv_parts) if const_expr(config.split_heads) else results
-        self.kernel(tensors, rows, (sums, turns), outputs, counter, run).launch(
+        self.kernel(tensors, (sums, turns), outputs, counter, run).launch(
             grid=(ctas, 1, 1), block=(config.threads, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True
         )
         parts = ((dk_parts, results[0]), (dv_parts, results[1])) if const_expr(config.split_heads) else None
@@ -130,7 +130,6 @@ class BackwardKernel:
     def kernel(
         self,
         tensors: tuple,
-        rows: cute.Tensor,
         sums: tuple,
         outputs: tuple,
         counter: cute.Tensor,
@@ -148,7 +147,7 @@ class BackwardKernel:
             field.get_tensor(layout.outer, swizzle=layout.inner)
             for field, layout in zip(fields, backward_layouts(config, self.dtype), strict=True)
         )
-        s_rows = storage.rows.get_tensor(cute.make_layout((config.row_floats, config.stages)))
+        s_rows = storage.rows.get_tensor(row_layout(config))
         sum_floats = config.consumer_warpgroups * config.piece_floats // config.sum_rounds
         s_dq = storage.dq.get_tensor(cute.make_layout(sum_floats))
         readers = (WARPS_PER_WARPGROUP + 1) * config.consumer_warpgroups  # and the store warps
@@ -164,13 +163,13 @@ class BackwardKernel:
             cute.arch.setmaxregister_decrease(producer_registers)
             if warp == 0:
                 producer = BackwardProducer(config, self.band, self.schedule)
-                producer.run(tensors, rows, (s_k, s_v, s_q, s_do, s_rows), pipes, queue, run)
+                producer.run(tensors, (s_k, s_v, s_q, s_do, s_rows), pipes, queue, run)
             elif warp <= config.consumer_warpgroups:
                 store = SumStore(config, self.band, self.schedule)
                 store.run(self.lengths(tensors), *sums, s_dq, queue, run, warp - 1)
         else:
             cute.arch.setmaxregister_increase(consumer_registers)
-            shared = (s_k, s_v, s_q, s_do, s_rows, s_ds, s_dq)
+            shared = (s_k, s_v, s_q, s_do, s_rows[0, None, None], s_ds, s_dq)
             if const_expr(config.roles):
                 # The second half of dS's memory: a step's P, 16 bit, seen as words
                 words = storage.ds.get_tensor(cute.make_layout(config.score_words), dtype=Float32)
@@ -189,7 +188,7 @@ class BackwardKernel:
 
     def lengths(self, tensors):
         """(seqlen_q, seqlen_k, heads, heads_k, batch)"""
-        tiled_k, _, tiled_q, _ = tensors
+        tiled_k, _, tiled_q, *_ = tensors
         seqlen_q, _, heads, batch = tiled_q.tensor.shape
         seqlen_k, _, heads_k, _ = tiled_k.tensor.shape
         return seqlen_q, seqlen_k, heads, heads_k, batch
@@ -225,3 +224,8 @@ class BackwardKernel:
             pipe(storage.q_barriers, config.stages, config.tile_m, config.head_dim, 4 * config.row_floats),
             pipe(storage.do_barriers, config.do_stages, config.tile_m, config.head_dim_v),
         )
+
+
+def steps_first(layout):
+    """Row statistics (batch, heads, steps, floats) as a producer takes tensors: (steps, floats, heads, batch)."""
+    return cute.select(layout, mode=[2, 3, 1, 0])

@@ -40,6 +40,7 @@ class Memory(NamedTuple):
     rows: cute.Tensor  # (LSE and delta of a step, stages)
     ds: cute.Tensor  # (tile_m, tile_n, stages)
     dq: cute.Tensor  # pieces of dQ
+    thread: Int32  # of the warpgroup
 
 
 class Tile(NamedTuple):
@@ -82,12 +83,13 @@ class BackwardConsumer:
         seqlen_q, seqlen_k, heads, heads_k, batch = lengths
         s_k, s_v, s_q, s_do, s_rows, s_ds, s_dq = shared
         k_pipe, v_pipe, q_pipe, do_pipe = pipes
-        thread = cute.arch.thread_idx()[0] % WARPGROUP_THREADS
+        # Through a shuffle, so that the compiler keeps it instead of reading the special register in every step
+        thread = cute.arch.shuffle_sync(cute.arch.thread_idx()[0] % WARPGROUP_THREADS, cute.arch.lane_idx())
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         # The bounds change nothing, but tell the compiler the range
         warpgroup = cutlass.min(cutlass.max(warp // WARPS_PER_WARPGROUP - 1, 0), config.consumer_warpgroups - 1)
         products = make_backward_products(config, self.dtype, (s_k, s_v, s_q, s_do, s_ds), warpgroup)
-        memory = Memory(q_pipe, do_pipe, s_rows, s_ds, s_dq)
+        memory = Memory(q_pipe, do_pipe, s_rows, s_ds, s_dq, thread)
         consumer = pipeline.PipelineUserType.Consumer
         k_state, v_state = (pipeline.make_pipeline_state(consumer, 1) for _ in range(2))
         q_state, do_state = (pipeline.make_pipeline_state(consumer, config.stages) for _ in range(2))
@@ -173,13 +175,13 @@ class BackwardConsumer:
         following.advance()
         dq = self.issue_dq_before(products, state)
         self.issue_dk(products, state, tile, ds)
+        # Before dQ is staged: behind that, even to look at the barrier would wait for the writes
+        memory.q_pipe.consumer_wait(following)
         wgmma.wait_group(1)
         memory.do_pipe.consumer_release(state.do)
-        arrived = memory.q_pipe.consumer_try_wait(following)
         # dQ leaves under dK
         if state.follows:
             self.stage_dq(memory, dq, warpgroup)
-        memory.q_pipe.consumer_wait(following, arrived)
         lse = self.statistics(memory, following, LSE)
         scores = self.issue_scores(products, following)
         self.probabilities(tile, scores, lse, block, run, masked=masked)
@@ -281,7 +283,7 @@ class BackwardConsumer:
     def stage_dq(self, memory: Memory, dq: cute.Tensor, warpgroup: Int32):
         """Hand this warpgroup's piece of dQ to the store warp, whose fence makes it visible to the bulk copy."""
         sums_barrier(BackwardBarrier.SUMS_FREE, warpgroup, arrive=False)
-        write_piece(memory.dq, dq, warpgroup)
+        write_piece(memory.dq, dq, warpgroup, memory.thread)
         sums_barrier(BackwardBarrier.SUMS_FULL, warpgroup, arrive=True)
 
     def statistics(self, memory: Memory, q_state, kind: int):
@@ -327,7 +329,7 @@ class BackwardConsumer:
         self.wait_scores(warpgroup, state.parity ^ 1)
         buffer = transposed(memory.ds)[None, None, state.ds.index]
         target = cute.local_tile(buffer, (WGMMA_M, self.config.tile_m), (warpgroup, 0))
-        copy = store_copy(products.scores_first, self.dtype, cute.arch.thread_idx()[0] % WARPGROUP_THREADS)
+        copy = store_copy(products.scores_first, self.dtype, memory.thread)
         cute.copy(copy, copy.retile(cute.make_tensor(ds.iterator, dp.layout)), copy.partition_D(target))
         self.scores_written(warpgroup, state.parity)
         return ds

@@ -4,8 +4,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, pipeline
-from cutlass.cute.nvgpu import cpasync
+from cutlass import pipeline
 
 from .args import BackwardRunTime
 from .blocks import Band
@@ -22,12 +21,10 @@ class BackwardProducer:
     schedule: Schedule
 
     @cute.jit
-    def run(
-        self, tensors: tuple, rows: cute.Tensor, shared: tuple, pipes: tuple, queue: TileQueue, run: BackwardRunTime
-    ):
+    def run(self, tensors: tuple, shared: tuple, pipes: tuple, queue: TileQueue, run: BackwardRunTime):
         """All tiles of this CTA: the first Q, K, the first dO, V, then Q and dO of each step, head by head."""
         config = self.config
-        tiled_k, tiled_v, tiled_q, tiled_do = tensors
+        tiled_k, tiled_v, tiled_q, tiled_do, tiled_rows = tensors
         s_k, s_v, s_q, s_do, s_rows = shared
         k_pipe, v_pipe, q_pipe, do_pipe = pipes
         seqlen_q, _, heads, batch = tiled_q.tensor.shape
@@ -47,9 +44,9 @@ class BackwardProducer:
             v_tiles, v_stages = head_tiles(tiled_v, s_v, (config.tile_n, config.head_dim_v), head_k, batch_index)
             q_tiles, q_stages = head_tiles(tiled_q, s_q, (config.tile_m, config.head_dim), head, batch_index)
             do_tiles, do_stages = head_tiles(tiled_do, s_do, (config.tile_m, config.head_dim_v), head, batch_index)
-            q_state = self.load_queries(
-                tiled_q, q_tiles, q_stages, rows[batch_index, head, first, None], s_rows, first, q_pipe, q_state
-            )
+            rows, row_stages = head_tiles(tiled_rows, s_rows, (1, config.row_floats), head, batch_index)
+            sources, stages = (q_tiles[None, first], rows[None, first]), (q_stages, row_stages)
+            q_state = self.load_queries((tiled_q, tiled_rows), sources, stages, q_pipe, q_state)
             k_state = load(Phase.LOAD_K, tiled_k.atom, k_tiles[None, n_block], k_stages, k_pipe, k_state)
             do_state = load(Phase.LOAD_DO, tiled_do.atom, do_tiles[None, first], do_stages, do_pipe, do_state)
             v_state = load(Phase.LOAD_V, tiled_v.atom, v_tiles[None, n_block], v_stages, v_pipe, v_state)
@@ -57,10 +54,10 @@ class BackwardProducer:
             while head < last_head:
                 q_tiles, q_stages = head_tiles(tiled_q, s_q, (config.tile_m, config.head_dim), head, batch_index)
                 do_tiles, do_stages = head_tiles(tiled_do, s_do, (config.tile_m, config.head_dim_v), head, batch_index)
+                rows, row_stages = head_tiles(tiled_rows, s_rows, (1, config.row_floats), head, batch_index)
                 for block in cutlass.range(first, end, unroll=1):
-                    q_state = self.load_queries(
-                        tiled_q, q_tiles, q_stages, rows[batch_index, head, block, None], s_rows, block, q_pipe, q_state
-                    )
+                    sources, stages = (q_tiles[None, block], rows[None, block]), (q_stages, row_stages)
+                    q_state = self.load_queries((tiled_q, tiled_rows), sources, stages, q_pipe, q_state)
                     do_state = load(Phase.LOAD_DO, tiled_do.atom, do_tiles[None, block], do_stages, do_pipe, do_state)
                 first, _, _ = self.band.query_blocks(n_block, config.tile_m, seqlen_q, seqlen_k, run.right)
                 head += 1
@@ -72,18 +69,14 @@ class BackwardProducer:
         begin(Phase.EXIT)
 
     @cute.jit
-    def load_queries(
-        self, tiled_q, q_tiles, q_stages, rows: cute.Tensor, s_rows: cute.Tensor, block: Int32, q_pipe, q_state
-    ):
+    def load_queries(self, tensors: tuple, sources: tuple, stages: tuple, q_pipe, q_state):
         """One Q tile and its row statistics on one barrier."""
         begin(Phase.WAIT_FREE)
         q_pipe.producer_acquire(q_state)
         begin(Phase.LOAD_Q)
         barrier = q_pipe.producer_get_barrier(q_state)
-        cute.copy(tiled_q.atom, q_tiles[None, block], q_stages[None, q_state.index], tma_bar_ptr=barrier)
-        bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
-        with cute.arch.elect_one():
-            cute.copy(bulk, rows, s_rows[None, q_state.index], mbar_ptr=barrier)
+        for tiled, source, stage in zip(tensors, sources, stages, strict=True):
+            cute.copy(tiled.atom, source, stage[None, q_state.index], tma_bar_ptr=barrier)
         q_pipe.producer_commit(q_state)
         q_state.advance()
         return q_state

@@ -76,10 +76,11 @@ def own_statistics(rows: cute.Tensor, first: cutlass.Constexpr[int], queries: cu
     """This thread's share of a step's row statistics from ``first`` on: of each 8 queries those at 2 (place in the
     quad) and one further. To load each once a warp and shuffle takes as long: both pass the same pipeline.
     """
+    layout = cute.make_layout((2, queries // 8), stride=(1, 8))
+    # align() computes: once, not for each pair
+    own = cute.make_tensor((rows.iterator + (first + 2 * (cute.arch.lane_idx() % QUAD))).align(8), layout)
     values = cute.make_rmem_tensor((2, queries // 8), Float32)
-    for part in cutlass.range_constexpr(queries // 8):
-        pointer = rows.iterator + (first + 8 * part + 2 * (cute.arch.lane_idx() % QUAD))
-        cute.autovec_copy(cute.make_tensor(pointer.align(8), cute.make_layout(2)), values[None, part])
+    cute.autovec_copy(own, values)
     return values
 
 

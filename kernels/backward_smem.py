@@ -27,6 +27,11 @@ def backward_layouts(config: BackwardConfig, dtype):
     return k, v, q, do, ds
 
 
+def row_layout(config: BackwardConfig):
+    """Layout of the row statistics, (1, row_floats, stages): one row of global memory a step."""
+    return cute.make_layout((1, config.row_floats, config.stages), stride=(0, 1, config.row_floats))
+
+
 def key_layout(config: BackwardConfig, dtype):
     """K's layout, (tile_n, key_columns, 1): pieces of dQ take whole swizzle atoms of its columns."""
     kinds = wgmma.SmemLayoutAtomKind

@@ -15,9 +15,11 @@ STRIDE = VECTOR * WARPGROUP_THREADS
 
 
 @cute.jit
-def write_piece(memory: cute.Tensor, accumulator: cute.Tensor, piece: Int32):
-    """Write a thread's share to shared or global memory (one dimension, pieces of equal size)."""
-    for own, there in zip(*shares(memory, accumulator, piece), strict=True):
+def write_piece(memory: cute.Tensor, accumulator: cute.Tensor, piece: Int32, thread: Int32 | None = None):
+    """Write a thread's share to shared or global memory (one dimension, pieces of equal size). ``thread``: of the
+    warpgroup, where it is at hand.
+    """
+    for own, there in zip(*shares(memory, accumulator, piece, thread), strict=True):
         cute.copy(vector_copy(), own, there)
 
 
@@ -32,14 +34,15 @@ def vector_copy():
     return cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), Float32, num_bits_per_copy=128)
 
 
-def shares(memory, accumulator, piece):
+def shares(memory, accumulator, piece, thread=None):
     """A thread's vectors: (registers, where they lie in memory)."""
     size = cute.size(accumulator)
-    thread = cute.arch.thread_idx()[0] % WARPGROUP_THREADS
-    pointer = memory.iterator + (piece * size * WARPGROUP_THREADS + VECTOR * thread)
+    thread = cute.arch.thread_idx()[0] % WARPGROUP_THREADS if thread is None else thread
+    # align() computes: once, not for each vector
+    pointer = (memory.iterator + (piece * size * WARPGROUP_THREADS + VECTOR * thread)).align(16)
     layout, vectors = cute.make_layout(VECTOR), range(size // VECTOR)
     own = [cute.make_tensor(accumulator.iterator + VECTOR * vector, layout) for vector in vectors]
-    return own, [cute.make_tensor((pointer + STRIDE * vector).align(16), layout) for vector in vectors]
+    return own, [cute.make_tensor(pointer + STRIDE * vector, layout) for vector in vectors]
 
 
 @cute.jit
