@@ -173,7 +173,7 @@ class ForwardConfig:
         return next((message for holds, message in rules if not holds), None)
 
 
-REGISTER_DEPTH = {(64, 64): 64, (96, 96): 96, (128, 128): 80}
+REGISTER_DEPTH = {(64, 64): 64, (96, 96): 96, (128, 128): 64}
 
 
 @dataclass(frozen=True)
