@@ -14,11 +14,11 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from .args import BackwardRunTime, TiledTensor
-from .backward_consume import BackwardConsumer
 from .backward_edges import THREADS, Epilogue, Prologue
 from .backward_load import BackwardProducer
 from .backward_roles import GradientRole, ProbabilityRole
 from .backward_smem import backward_layouts, backward_storage, row_layout
+from .backward_steps import EarlySums, LateSums
 from .backward_store import SumStore
 from .backward_wide import WideConsumer
 from .blocks import Band
@@ -183,7 +183,8 @@ class BackwardKernel:
                 consumer = WideConsumer(config, self.dtype, self.band, self.schedule)
                 consumer.run(self.lengths(tensors), outputs, shared, pipes, queue, run)
             else:
-                consumer = BackwardConsumer(config, self.dtype, self.band, self.schedule)
+                order = EarlySums if config.early_sums else LateSums
+                consumer = order(config, self.dtype, self.band, self.schedule)
                 consumer.run(self.lengths(tensors), outputs, shared, pipes, queue, run)
 
     def lengths(self, tensors):

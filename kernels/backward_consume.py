@@ -5,12 +5,12 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, const_expr, pipeline
+from cutlass import Boolean, Int32, pipeline
 from cutlass.cute.nvgpu import warpgroup as wgmma
 
 from .args import BackwardRunTime
 from .backward_output import store_gradients
-from .backward_products import BackwardProducts, issue, issue_dp, load_v, make_backward_products, transposed
+from .backward_products import BackwardProducts, issue, make_backward_products, transposed
 from .backward_scores import (
     differentiate,
     exponentiate,
@@ -65,8 +65,8 @@ class State(NamedTuple):
 @dataclass(frozen=True)
 class BackwardConsumer:
     """Two warpgroups with 64 keys each. They share only dS, which each needs whole for its piece of dQ: a step's dQ is
-    issued in the middle of the next step, so that neither waits for the other and one's pointwise work falls under the
-    other's products.
+    computed in the next step, so that neither waits for the other and one's pointwise work falls under the other's
+    products. ``step`` and ``last_step`` are in backward_steps.py.
     """
 
     config: BackwardConfig
@@ -106,8 +106,6 @@ class BackwardConsumer:
             tile = self.start(products, first_key, seqlen_q, seqlen_k, run)
             k_pipe.consumer_wait(k_state)
             v_pipe.consumer_wait(v_state)
-            if const_expr(config.register_depth > 0):
-                load_v(self.dtype, products, s_v, warpgroup, thread)
             while head < last_head:
                 state = self.head(products, memory, state, tile, blocks, warpgroup, run)
                 head += 1
@@ -144,6 +142,7 @@ class BackwardConsumer:
         memory.q_pipe.consumer_wait(state.q)
         lse = self.statistics(memory, state.q, LSE)
         scores = self.issue_scores(products, state.q)
+        wgmma.wait_group(0)
         self.probabilities(tile, scores, lse, first, run, masked=True)
         memory.do_pipe.consumer_wait(state.do)
         # What stands as dQ of the step before the first is not stored
@@ -155,58 +154,12 @@ class BackwardConsumer:
         return self.last_step(products, memory, state, tile, warpgroup)
 
     @cute.jit
-    def step(
-        self,
-        products: BackwardProducts,
-        memory: Memory,
-        state: State,
-        tile: Tile,
-        block: Int32,
-        warpgroup: Int32,
-        run: BackwardRunTime,
-        masked: cutlass.Constexpr[bool],
+    def last_dq(
+        self, products: BackwardProducts, memory: Memory, state: State, tile: Tile, ds: cute.Tensor, warpgroup: Int32
     ) -> State:
-        """dV and dK of the step before ``block``, dQ of the one before that; P of ``block``."""
-        delta = self.statistics(memory, state.q, DELTA)
-        dp = self.issue_gradients(products, state, tile)
-        # dS under dV
-        ds = self.score_gradients(products, memory, state, tile, dp, delta, warpgroup)
-        following = state.q.clone()
-        following.advance()
-        dq = self.issue_dq_before(products, state)
-        self.issue_dk(products, state, tile, ds)
-        # Before dQ is staged: behind that, even to look at the barrier would wait for the writes
-        memory.q_pipe.consumer_wait(following)
+        """dQ of a head's last step: there is no next step for it. ``ds``: A of dK, in flight beside dV."""
         wgmma.wait_group(1)
         memory.do_pipe.consumer_release(state.do)
-        # dQ leaves under dK
-        if state.follows:
-            self.stage_dq(memory, dq, warpgroup)
-        lse = self.statistics(memory, following, LSE)
-        scores = self.issue_scores(products, following)
-        self.probabilities(tile, scores, lse, block, run, masked=masked)
-        state.do.advance()
-        # The wait on a barrier is a branch, which holds the wait for dK behind the exponentials
-        memory.do_pipe.consumer_wait(state.do)
-        wgmma.wait_group(0)
-        release_queries(memory.q_pipe, state.q)
-        state.ds.advance()
-        return State(following, state.do, state.ds, state.parity ^ 1, Boolean(True))
-
-    @cute.jit
-    def last_step(
-        self, products: BackwardProducts, memory: Memory, state: State, tile: Tile, warpgroup: Int32
-    ) -> State:
-        """A head's last step, with its own dQ."""
-        delta = self.statistics(memory, state.q, DELTA)
-        dp = self.issue_gradients(products, state, tile)
-        ds = self.score_gradients(products, memory, state, tile, dp, delta, warpgroup)
-        dq = self.issue_dq_before(products, state)
-        self.issue_dk(products, state, tile, ds)
-        wgmma.wait_group(1)
-        memory.do_pipe.consumer_release(state.do)
-        if state.follows:
-            self.stage_dq(memory, dq, warpgroup)
         self.wait_scores(warpgroup, state.parity)
         dq = self.issue_dq(products, state.ds.index)
         wgmma.wait_group(0)
@@ -232,14 +185,20 @@ class BackwardConsumer:
         return scores
 
     @cute.jit
-    def issue_gradients(self, products: BackwardProducts, state: State, tile: Tile):
-        """Start dPᵀ = V dOᵀ and dV += Pᵀ dO."""
+    def issue_dp(self, products: BackwardProducts, state: State):
+        """Start dPᵀ = V dOᵀ."""
         dp = new_accumulator(products.scores_first, (WGMMA_M, self.config.tile_m))
+        do = products.do[None, None, None, state.do.index]
+        wgmma.fence()
+        issue(products.scores_first, products.scores_add, dp, products.v, do)
+        return dp
+
+    @cute.jit
+    def issue_dv(self, products: BackwardProducts, state: State, tile: Tile):
+        """Start dV += Pᵀ dO."""
         do_transposed = products.do_transposed[None, None, None, state.do.index]
         wgmma.fence()
-        issue_dp(products, dp, state.do.index)
         issue(products.dv_add, products.dv_add, tile.dv, tile.p, do_transposed)
-        return dp
 
     @cute.jit
     def issue_dq_before(self, products: BackwardProducts, state: State):
@@ -302,34 +261,33 @@ class BackwardConsumer:
         run: BackwardRunTime,
         masked: cutlass.Constexpr[bool],
     ):
-        """Wait for Sᵀ; Pᵀ = exp2(Sᵀ scale - LSE), in place and in 16 bit."""
+        """Pᵀ = exp2(Sᵀ scale - LSE), in place and in 16 bit."""
         limits = query_limits(tile.first_queries, block * self.config.tile_m)
-        wgmma.wait_group(0)
-        exponentiate(accumulator, lse, limits, run.scale_log2, masked)
+        polynomials = self.config.polynomial_columns
+        exponentiate(accumulator, lse, limits, run.scale_log2, masked, polynomials, self.dtype)
         convert(accumulator, self.dtype, target=tile.p)
 
     @cute.jit
-    def score_gradients(
+    def score_gradients(self, tile: Tile, dp: cute.Tensor, delta: cute.Tensor):
+        """dSᵀ = Pᵀ (dPᵀ - delta) in 16 bit. P is taken as dV takes it, in 16 bit."""
+        differentiate(dp, tile.p, delta)
+        ds = new_left_operand(dp, self.dtype)
+        convert(dp, self.dtype, target=ds)
+        return ds
+
+    @cute.jit
+    def write_scores(
         self,
         products: BackwardProducts,
         memory: Memory,
         state: State,
-        tile: Tile,
-        dp: cute.Tensor,
-        delta: cute.Tensor,
+        ds: cute.Tensor,
+        layout: cutlass.Constexpr,
         warpgroup: Int32,
     ):
-        """Wait for dPᵀ; dSᵀ = Pᵀ (dPᵀ - delta) in 16 bit, in registers and in shared memory. P is taken as dV takes it,
-        in 16 bit.
-        """
-        wgmma.wait_group(1)
-        differentiate(dp, tile.p, delta)
-        ds = self.new_operand(products)
-        convert(dp, self.dtype, target=ds)
-        self.wait_scores(warpgroup, state.parity ^ 1)
+        """A step's dS to shared memory, for both warpgroups' dQ. ``layout``: of its accumulator."""
         buffer = transposed(memory.ds)[None, None, state.ds.index]
         target = cute.local_tile(buffer, (WGMMA_M, self.config.tile_m), (warpgroup, 0))
         copy = store_copy(products.scores_first, self.dtype, memory.thread)
-        cute.copy(copy, copy.retile(cute.make_tensor(ds.iterator, dp.layout)), copy.partition_D(target))
+        cute.copy(copy, copy.retile(cute.make_tensor(ds.iterator, layout)), copy.partition_D(target))
         self.scores_written(warpgroup, state.parity)
-        return ds

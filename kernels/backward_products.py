@@ -8,10 +8,8 @@ import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode
 from cutlass.cute.nvgpu import warpgroup as wgmma
-from cutlass.cute.nvgpu.warp import LdMatrix8x8x16bOp
 
-from .config import WARPGROUP_THREADS, WGMMA_M
-from .products import left_operand_layout
+from .config import WGMMA_M
 
 
 class BackwardProducts(NamedTuple):
@@ -19,17 +17,14 @@ class BackwardProducts(NamedTuple):
     step's queries: their accumulators have the order of the A operand of dV and dK.
     """
 
-    scores_first: cute.TiledMma  # Sᵀ = K Qᵀ, first step of the head dimension
+    scores_first: cute.TiledMma  # Sᵀ = K Qᵀ and dPᵀ = V dOᵀ, first step of the head dimension
     scores_add: cute.TiledMma  # the other steps
-    dp_first: cute.TiledMma  # dPᵀ = V dOᵀ, likewise: its first steps take V from registers where there are some
-    dp_add_registers: cute.TiledMma
     dv_add: cute.TiledMma  # dV += Pᵀ dO, Pᵀ from registers
     dk_add: cute.TiledMma  # dK += dSᵀ Q, dSᵀ from registers
     dq_first: cute.TiledMma  # dQ = dS K, first step of the keys
     dq_add: cute.TiledMma  # the other steps
     k: cute.Tensor  # (.., head_dim / 16) of this warpgroup's keys
     v: cute.Tensor  # (.., head_dim_v / 16) of this warpgroup's keys
-    v_registers: cute.Tensor  # (.., register_depth / 16) of them: load_v; None where there are none
     q: cute.Tensor  # (.., head_dim / 16, stages)
     do: cute.Tensor  # (.., head_dim_v / 16, stages)
     q_transposed: cute.Tensor  # (.., tile_m / 16, stages)
@@ -66,9 +61,6 @@ def make_backward_products(
 
     scores_first = make(k_major, k_major, config.tile_m, False)
     scores_add = make(k_major, k_major, config.tile_m, True)
-    first_source = registers if config.register_depth else wgmma.OperandSource.SMEM
-    dp_first = make(k_major, k_major, config.tile_m, False, first_source)
-    dp_add_registers = make(k_major, k_major, config.tile_m, True, registers)
     dv_add = make(k_major, mn_major, config.head_dim_v, True, registers)
     dk_add = make(k_major, mn_major, config.head_dim, True, registers)
     dq_first = make(mn_major, mn_major, config.dq_columns, False)
@@ -79,15 +71,12 @@ def make_backward_products(
     return BackwardProducts(
         scores_first,
         scores_add,
-        dp_first,
-        dp_add_registers,
         dv_add,
         dk_add,
         dq_first,
         dq_add,
         own_keys(scores_first, s_k, warpgroup),
         own_keys(scores_first, s_v, warpgroup),
-        new_v(config, dtype) if config.register_depth else None,
         scores_first.make_fragment_B(scores.partition_B(s_q)),
         scores_first.make_fragment_B(scores.partition_B(s_do)),
         dk_add.make_fragment_B(dk.partition_B(transposed(s_q))),
@@ -103,35 +92,6 @@ def own_keys(product, shared, warpgroup):
     """K or V as A: descriptors of this warpgroup's keys in shared memory."""
     own = piece(shared, WGMMA_M, warpgroup)
     return product.make_fragment_A(product.get_slice(0).partition_A(own))[None, None, None, 0]
-
-
-def new_v(config, dtype):
-    """Registers for the first columns of this warpgroup's keys of V as A."""
-    return cute.make_rmem_tensor(left_operand_layout(WGMMA_M * config.register_depth // WARPGROUP_THREADS), dtype)
-
-
-@cute.jit
-def load_v(dtype: cutlass.Constexpr, products: BackwardProducts, shared: cute.Tensor, warpgroup: Int32, thread: Int32):
-    """V of a tile, its first columns, from shared memory to the registers in ``products``."""
-    atom = cute.make_copy_atom(LdMatrix8x8x16bOp(transpose=False, num_matrices=4), dtype)
-    copy = cute.make_tiled_copy_A(atom, products.dp_first).get_slice(thread)
-    source = copy.partition_S(piece(shared, WGMMA_M, warpgroup)[None, None, 0])
-    target = copy.retile(products.v_registers)
-    for depth in cutlass.range_constexpr(cute.size(target, mode=[2])):
-        cute.copy(copy, source[None, None, depth], target[None, None, depth])
-
-
-@cute.jit
-def issue_dp(products: BackwardProducts, accumulator: cute.Tensor, stage: Int32):
-    """Start dPᵀ = V dOᵀ of one dO stage as one group."""
-    in_registers = 0 if products.v_registers is None else cute.size(products.v_registers, mode=[2])
-    for depth in cutlass.range_constexpr(cute.size(products.do, mode=[2])):
-        product = products.dp_first if depth == 0 else products.scores_add
-        product = products.dp_add_registers if 0 < depth < in_registers else product
-        v = products.v_registers if depth < in_registers else products.v
-        do = products.do[None, None, depth, stage]
-        cute.gemm(product, accumulator, v[None, None, depth], do, accumulator)
-    wgmma.commit_group()
 
 
 @cute.jit

@@ -180,7 +180,7 @@ class WideConsumer:
         dp = new_accumulator(products.scores_first, (WGMMA_M, self.config.tile_m))
         do, do_transposed = (x[None, None, None, state.do.index] for x in (products.do, products.do_transposed))
         wgmma.fence()
-        issue(products.dp_first, products.scores_add, dp, products.v, do)
+        issue(products.scores_first, products.scores_add, dp, products.v, do)
         issue(products.dv_add, products.dv_add, tile.dv, p, do_transposed)
         wgmma.wait_group(1)
         differentiate(dp, p, delta)

@@ -173,9 +173,6 @@ class ForwardConfig:
         return next((message for holds, message in rules if not holds), None)
 
 
-REGISTER_DEPTH = {(64, 64): 64, (96, 96): 96, (128, 128): 64}
-
-
 @dataclass(frozen=True)
 class BackwardConfig:
     """One compiled backward kernel. A CTA owns ``tile_n`` keys, 64 a consumer warpgroup, whose dK and dV stay in
@@ -226,6 +223,21 @@ class BackwardConfig:
         if self.roles:
             return 4
         return 2 if self.wide else 3
+
+    @property
+    def early_sums(self):
+        """True where registers hold dQ's piece beside dP and P, so that it can be computed beside dP
+        (backward_steps.py).
+        """
+        return not self.wide and self.tile_m == WGMMA_M
+
+    @property
+    def polynomial_columns(self):
+        """Of 4 queries, so many whose probabilities come from a polynomial (backward_scores.py). Tiles of 128 queries
+        need twice the exponentials of those of 64 for the same products: there, 1 gained 3 to 4 %; at 64 it lost as
+        much.
+        """
+        return 0 if self.wide or self.tile_m == WGMMA_M else 1
 
     @property
     def score_words(self):
@@ -282,13 +294,6 @@ class BackwardConfig:
     def dq_columns(self):
         """Columns of a piece of dQ."""
         return self.key_columns // self.column_pieces
-
-    @property
-    def register_depth(self):
-        """Columns of V, of a warpgroup's keys, that stay in registers as operand of dP. That saves shared-memory
-        cycles, the kernel's bound; more does not fit: ptxas then serialised the WGMMAs.
-        """
-        return REGISTER_DEPTH.get((self.head_dim, self.head_dim_v), 0)
 
     @property
     def row_floats(self):

@@ -190,10 +190,11 @@ def test_every_plan_of_gradients_fits_the_hardware(static):
     assert config.smem_bytes() <= 227 * 1024
     producer, consumer = config.registers
     assert 128 * (producer + config.consumer_warpgroups * consumer) <= 65536
-    # dK and dV, dP and dQ's piece in float32, Pᵀ and dSᵀ in 16 bit, and V where it stays in registers
+    # dK and dV, dP and dQ's piece in float32, Pᵀ and dSᵀ in 16 bit: dP, P and dQ together, or one after the other
     accumulators = (config.head_dim + config.head_dim_v) // 2
-    step = max(config.tile_m // 2 + config.tile_m // 4, config.tile_m // 4 + config.dq_columns // 2)
-    assert accumulators + step + config.register_depth // 4 < consumer
+    dp_and_p, dq, ds = config.tile_m // 2 + config.tile_m // 4, config.dq_columns // 2, config.tile_m // 4
+    step = dp_and_p + dq if config.early_sums else max(dp_and_p, ds + dq)
+    assert accumulators + step < consumer
     # Pieces of 64 queries by equal shares of K's columns, one a warpgroup
     assert config.query_pieces * config.column_pieces == config.consumer_warpgroups
     assert config.column_pieces * config.dq_columns == config.key_columns >= config.head_dim
