@@ -4,6 +4,8 @@ import contextlib
 import faulthandler
 import functools
 import os
+import re
+import zlib
 
 import pytest
 
@@ -13,6 +15,7 @@ STDERR = pytest.StashKey[int]()
 
 def pytest_addoption(parser):
     parser.addoption("--require-gpu", action="store_true", help="without an sm_90 GPU the run fails, in one line")
+    parser.addoption("--part", metavar="I/N", help="only the I-th (from 0) of N parts of the tests: parallel.py")
 
 
 def pytest_configure(config):
@@ -22,6 +25,22 @@ def pytest_configure(config):
 
 def pytest_unconfigure(config):
     os.close(config.stash[STDERR])
+
+
+def pytest_collection_modifyitems(config, items):
+    part = config.getoption("--part")
+    if part is not None:
+        index, parts = map(int, part.split("/"))
+        chosen = [part_of(item.nodeid, parts) == index for item in items]
+        config.hook.pytest_deselected(items=[item for item, own in zip(items, chosen, strict=True) if not own])
+        items[:] = [item for item, own in zip(items, chosen, strict=True) if own]
+
+
+def part_of(nodeid, parts):
+    """The part of a test: the same for the cases of a file that share kernels, as far as the name of a case says so."""
+    path, _, name = nodeid.partition("::")
+    head_dims = re.search(r"-d(\d+_\d+)-", name)  # of cases.Case
+    return zlib.crc32(f"{path} {head_dims[1] if head_dims else name}".encode()) % parts
 
 
 @functools.cache
