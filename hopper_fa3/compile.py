@@ -16,6 +16,7 @@ import cutlass.cute as cute
 
 from .kernels.backward import BackwardKernel
 from .kernels.forward import DTYPES, ForwardKernel
+from .kernels.query_kernel import QueryKernel
 from .plan import BackwardPlan, backward_config, forward_config
 
 if os.environ["CUTE_DSL_ARCH"] != "sm_90a":
@@ -64,6 +65,8 @@ def _trace(static, plan, options):
             BackwardKernel.kernel: kernel.config.name,
             BackwardKernel.behind: f"{kernel.config.name}_behind",
         }
+        if kernel.queries is not None:
+            names[QueryKernel.kernel] = kernel.queries.config.name
         arguments = _backward_arguments(static, kernel.config)
     else:
         kernel = ForwardKernel(forward_config(static, plan))
@@ -110,17 +113,15 @@ def _backward_arguments(static, config):
     lse = _tensor(wide, batch, heads, seqlen_q, divisibility=1, align=4)
     dlse = _tensor(wide, batch, heads, seqlen_q, divisibility=1, align=4) if static.lse_gradient else None
     rows = _tensor(wide, batch, heads, blocks, config.row_floats)
-    sums = _tensor(wide, batch, heads, blocks, config.tile_m * config.key_columns)
+    sums = _tensor(wide, batch, heads, blocks, config.tile_m * config.key_columns) if config.sums else None
     pieces = config.consumer_warpgroups
     parts = (None, None)
     if config.split_heads:
         count, tiles = cute.sym_int(), cute.sym_int()
         widths = (config.tile_n * dim for dim in (config.head_dim, config.head_dim_v))
         parts = (_tensor(wide, batch, heads_k, count, tiles, width) for width in widths)
-    turns = (
-        _tensor(cutlass.Int32, batch, heads, blocks, pieces, divisibility=1, align=4) if config.deterministic else None
-    )
-    scalars = (wide(1.0), wide(1.0), *(cutlass.Int32(1) for _ in range(4)))
+    turns = _tensor(cutlass.Int32, batch, heads, blocks, pieces, divisibility=1, align=4) if config.turns else None
+    scalars = (wide(1.0), wide(1.0), *(cutlass.Int32(1) for _ in range(6)))
     return q, k, v, out, lse, do, dlse, dq, dk, dv, rows, sums, turns, *parts, _counter(config), *scalars, _stream()
 
 

@@ -3,6 +3,7 @@
 import torch
 
 from . import plan as planning
+from .kernels.query_config import QueryConfig
 from .launch import readable, scale_log2, tile_counter
 from .problem import multiprocessors
 
@@ -21,13 +22,16 @@ def execute(recipe, q, k, v, out, lse, dout, dlse):
     sms = multiprocessors(problem.device) - recipe.sm_margin
     static = problem.backward_static(dlse is not None, bool(recipe.deterministic))
     plan = planning.choose_backward(static)
-    parts = planning.head_parts(problem, planning.backward_config(static, plan), sms)
+    config = planning.backward_config(static, plan)
+    static = static._replace(deterministic=config.turns)  # kernels without sums are the same for both
+    parts = planning.head_parts(problem, config, sms)
     plan = plan._replace(split_heads=parts > 1)
     function, config = compiled(static, plan), planning.backward_config(static, plan)
     dout = torch.zeros_like(out) if dout is None else dout
     if dlse is not None and dlse.stride(-1) != 1:
         dlse = dlse.contiguous()
     tiles = problem.batch * problem.heads_k * parts * -(-problem.seqlen_k // config.tile_n)
+    query_tiles = problem.batch * problem.heads * -(-problem.seqlen_q // QueryConfig.tile_m)
     scalars = (
         scale_log2(problem.softmax_scale),
         problem.softmax_scale,
@@ -36,6 +40,8 @@ def execute(recipe, q, k, v, out, lse, dout, dlse):
         problem.heads_k * parts,
         # Where the order of the sums counts, a tile is a CTA: the hardware starts them in order
         tiles if static.deterministic else min(tiles, sms),
+        planning.heads_per_section(problem),
+        min(query_tiles, sms),
     )
     counter = tile_counter(q.device) if config.dynamic else None
     tensors = (readable(tensor) for tensor in (q, k, v, out))
@@ -50,9 +56,10 @@ def workspace(problem, config, parts):
         return torch.empty(shape, dtype=dtype, device=problem.device)
 
     steps = (problem.batch, problem.heads, -(-problem.seqlen_q // config.tile_m))
-    turns = empty(*steps, config.consumer_warpgroups, dtype=torch.int32) if config.deterministic else None
+    sums = empty(*steps, config.tile_m * config.key_columns) if config.sums else None
+    turns = empty(*steps, config.consumer_warpgroups, dtype=torch.int32) if config.turns else None
     key_parts = (None, None)
     if config.split_heads:
         tiles = (problem.batch, problem.heads_k, parts, -(-problem.seqlen_k // config.tile_n))
         key_parts = (empty(*tiles, config.tile_n * dim) for dim in (config.head_dim, config.head_dim_v))
-    return empty(*steps, config.row_floats), empty(*steps, config.tile_m * config.key_columns), turns, *key_parts
+    return empty(*steps, config.row_floats), sums, turns, *key_parts

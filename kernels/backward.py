@@ -1,8 +1,8 @@
 """Backward attention for sm_90a: dQ, dK and dV from Q, K, V, O, LSE and dO, with S and P computed again tile by tile.
 
 FlashAttention-2's loop order (Dao 2023, algorithm 2): K/V tiles outside, queries inside; dK and dV stay in registers,
-dQ is summed in float32 in global memory. Warp-specialised as in FlashAttention-3 (Shah et al. 2024, section 3 and
-appendix): one warp loads, two add dQ, two warpgroups compute.
+dQ is summed in float32 in global memory, but for the widest heads (query_kernel.py). Warp-specialised as in
+FlashAttention-3 (Shah et al. 2024, section 3 and appendix): one warp loads, two add dQ, two warpgroups compute.
 """
 
 from functools import partial
@@ -13,17 +13,19 @@ from cutlass import Float32, Int32, const_expr, pipeline
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
-from .args import BackwardRunTime, TiledTensor
+from .args import BackwardRunTime, RunTime, TiledTensor
 from .backward_edges import THREADS, Epilogue, Prologue
 from .backward_load import BackwardProducer
 from .backward_roles import GradientRole, ProbabilityRole
-from .backward_smem import backward_layouts, backward_storage, row_layout
+from .backward_smem import backward_layouts, backward_storage, row_layout, staged_floats
 from .backward_steps import EarlySums, LateSums
 from .backward_store import SumStore
 from .backward_wide import WideConsumer
 from .blocks import Band
 from .config import WARPGROUP_THREADS, WARPS_PER_WARPGROUP, BackwardConfig
 from .forward import DTYPES, heads_last
+from .query_config import QueryConfig
+from .query_kernel import QueryKernel
 from .schedule import Schedule, make_tile_queue
 
 
@@ -36,6 +38,11 @@ class BackwardKernel:
         self.band = Band(config.tile_n, config.right_bound)
         self.schedule = Schedule(config.tile_n, dynamic=config.dynamic, descending=config.descending)
         self.prologue = Prologue(config, self.dtype)
+        # Where dQ is not summed
+        self.queries = None
+        if not config.sums:
+            query_config = QueryConfig(config.dtype, config.head_dim, config.head_dim_v, config.right_bound)
+            self.queries = QueryKernel(query_config, self.dtype, config.tile_m)
         self.epilogue = Epilogue(config, self.dtype, self.band)
 
     @cute.jit
@@ -63,15 +70,18 @@ class BackwardKernel:
         section: Int32,
         head_parts: Int32,
         ctas: Int32,
+        query_section: Int32,
+        query_ctas: Int32,
         stream: cuda.CUstream,
     ):
         """q, k, v, out, do, dq, dk, dv: (batch, length, heads, head_dim) in 16 bit, last stride 1. lse, dlse: (batch,
-        heads, seqlen_q) float32. Workspace in float32: rows (batch, heads, blocks, 2 tile_m), sums (batch, heads,
-        blocks, tile_m key_columns); where heads are split also dk_parts and dv_parts (batch, heads_k, parts, K/V tiles,
-        tile_n head_dim), else None. In int32: turns (batch, heads, blocks, warpgroups), None where not deterministic.
+        heads, seqlen_q) float32. Workspace in float32: rows (batch, heads, blocks, 2 tile_m); where dQ is summed, else
+        None: sums (batch, heads, blocks, tile_m key_columns); where heads are split, else None: dk_parts and dv_parts
+        (batch, heads_k, parts, K/V tiles, tile_n head_dim). In int32: turns (batch, heads, blocks, warpgroups), None
+        where no order of sums is asked for. query_section and query_ctas are those of query_kernel.py.
         """
         config, dtype = self.config, self.dtype
-        edge_ctas = sums.shape[0] * sums.shape[1] * sums.shape[2]
+        edge_ctas = rows.shape[0] * rows.shape[1] * rows.shape[2]
         self.before(out, do, lse, dlse, rows, sums, turns).launch(
             grid=(edge_ctas, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True
         )
@@ -97,34 +107,43 @@ class BackwardKernel:
         self.kernel(tensors, (sums, turns), outputs, counter, run).launch(
             grid=(ctas, 1, 1), block=(config.threads, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True
         )
-        parts = ((dk_parts, results[0]), (dv_parts, results[1])) if const_expr(config.split_heads) else None
-        key_tiles = dk_parts.shape[0] * dk_parts.shape[1] * dk_parts.shape[3] if const_expr(config.split_heads) else 0
-        self.behind(sums, heads_last(dq), parts, scale, k.shape[1], right).launch(
-            grid=(edge_ctas + key_tiles, 1, 1),
-            block=(WARPGROUP_THREADS * config.consumer_warpgroups, 1, 1),
-            stream=stream,
-            use_pdl=True,
-        )
+        if const_expr(not config.sums):
+            query_run = RunTime(scale_log2, right, query_section)
+            matrices = tuple(map(heads_last, (q, do, k, v)))
+            self.queries.launch(matrices, rows, heads_last(dq), counter, scale, query_run, query_ctas, stream)
+        if const_expr(config.sums or config.split_heads):
+            parts = ((dk_parts, results[0]), (dv_parts, results[1])) if const_expr(config.split_heads) else None
+            key_tiles = (
+                dk_parts.shape[0] * dk_parts.shape[1] * dk_parts.shape[3] if const_expr(config.split_heads) else 0
+            )
+            query_tiles = edge_ctas if const_expr(config.sums) else 0
+            self.behind(sums, heads_last(dq), parts, scale, k.shape[1], right).launch(
+                grid=(query_tiles + key_tiles, 1, 1),
+                block=(WARPGROUP_THREADS * config.consumer_warpgroups, 1, 1),
+                stream=stream,
+                use_pdl=True,
+            )
 
     @cute.kernel
-    def before(
-        self, out: cute.Tensor, do: cute.Tensor, lse: cute.Tensor, dlse, rows: cute.Tensor, sums: cute.Tensor, turns
-    ):
+    def before(self, out: cute.Tensor, do: cute.Tensor, lse: cute.Tensor, dlse, rows: cute.Tensor, sums, turns):
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()
         self.prologue.run(out, do, lse, dlse, rows, sums, turns)
 
     @cute.kernel
-    def behind(self, sums: cute.Tensor, dq: cute.Tensor, parts, scale: Float32, seqlen_k: Int32, right: Int32):
+    def behind(self, sums, dq: cute.Tensor, parts, scale: Float32, seqlen_k: Int32, right: Int32):
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()
-        key_tile = cute.arch.block_idx()[0] - sums.shape[0] * sums.shape[1] * sums.shape[2]
-        if key_tile < 0:
-            self.epilogue.queries(sums, dq, scale, seqlen_k, right)
-        elif const_expr(self.config.split_heads):
-            (dk_parts, dk), (dv_parts, dv) = parts
-            self.epilogue.keys(key_tile, dk_parts, dk, self.config.head_dim, scale)
-            self.epilogue.keys(key_tile, dv_parts, dv, self.config.head_dim_v, Float32(1.0))
+        key_tile = cute.arch.block_idx()[0]
+        if const_expr(self.config.sums):
+            key_tile -= sums.shape[0] * sums.shape[1] * sums.shape[2]
+            if key_tile < 0:
+                self.epilogue.queries(sums, dq, scale, seqlen_k, right)
+        if const_expr(self.config.split_heads):
+            if key_tile >= 0:
+                (dk_parts, dk), (dv_parts, dv) = parts
+                self.epilogue.keys(key_tile, dk_parts, dk, self.config.head_dim, scale)
+                self.epilogue.keys(key_tile, dv_parts, dv, self.config.head_dim_v, Float32(1.0))
 
     @cute.kernel
     def kernel(
@@ -148,9 +167,8 @@ class BackwardKernel:
             for field, layout in zip(fields, backward_layouts(config, self.dtype), strict=True)
         )
         s_rows = storage.rows.get_tensor(row_layout(config))
-        sum_floats = config.consumer_warpgroups * config.piece_floats // config.sum_rounds
-        s_dq = storage.dq.get_tensor(cute.make_layout(sum_floats))
-        readers = (WARPS_PER_WARPGROUP + 1) * config.consumer_warpgroups  # and the store warps
+        s_dq = storage.dq.get_tensor(cute.make_layout(staged_floats(config))) if config.sums else None
+        readers = (WARPS_PER_WARPGROUP + config.sums) * config.consumer_warpgroups  # and the store warps
         pipes, queue = self.pipelines(storage), make_tile_queue(storage, counter, config.dynamic, readers)
         pipeline.pipeline_init_arrive(is_relaxed=True)
         pipeline.pipeline_init_wait()
@@ -164,16 +182,16 @@ class BackwardKernel:
             if warp == 0:
                 producer = BackwardProducer(config, self.band, self.schedule)
                 producer.run(tensors, (s_k, s_v, s_q, s_do, s_rows), pipes, queue, run)
-            elif warp <= config.consumer_warpgroups:
-                store = SumStore(config, self.band, self.schedule)
-                store.run(self.lengths(tensors), *sums, s_dq, queue, run, warp - 1)
+            elif const_expr(config.sums):
+                if warp <= config.consumer_warpgroups:
+                    store = SumStore(config, self.band, self.schedule)
+                    store.run(self.lengths(tensors), *sums, s_dq, queue, run, warp - 1)
         else:
             cute.arch.setmaxregister_increase(consumer_registers)
-            shared = (s_k, s_v, s_q, s_do, s_rows[0, None, None], s_ds, s_dq)
+            shared = (s_k, s_v, s_q, s_do, s_rows[0, None, None])
             if const_expr(config.roles):
-                # The second half of dS's memory: a step's P, 16 bit, seen as words
-                words = storage.ds.get_tensor(cute.make_layout(config.score_words), dtype=Float32)
-                s_p = cute.local_tile(words, (config.score_words // 2,), (1,))
+                # P, 16 bit, seen as words
+                s_p = storage.ds.get_tensor(cute.make_layout(config.score_words), dtype=Float32)
                 role = (config, self.dtype, self.band, self.schedule)
                 if warp < 2 * WARPS_PER_WARPGROUP:
                     ProbabilityRole(*role).run(self.lengths(tensors), outputs[1], (*shared, s_p), pipes, queue, run)
@@ -181,11 +199,11 @@ class BackwardKernel:
                     GradientRole(*role).run(self.lengths(tensors), outputs[0], (*shared, s_p), pipes, queue, run)
             elif const_expr(config.wide):
                 consumer = WideConsumer(config, self.dtype, self.band, self.schedule)
-                consumer.run(self.lengths(tensors), outputs, shared, pipes, queue, run)
+                consumer.run(self.lengths(tensors), outputs, (*shared, s_ds, s_dq), pipes, queue, run)
             else:
                 order = EarlySums if config.early_sums else LateSums
                 consumer = order(config, self.dtype, self.band, self.schedule)
-                consumer.run(self.lengths(tensors), outputs, shared, pipes, queue, run)
+                consumer.run(self.lengths(tensors), outputs, (*shared, s_ds, s_dq), pipes, queue, run)
 
     def lengths(self, tensors):
         """(seqlen_q, seqlen_k, heads, heads_k, batch)"""

@@ -12,10 +12,9 @@ from .args import BackwardRunTime
 from .backward_products import issue
 from .backward_role_products import RoleProducts
 from .backward_scores import first_queries_of, own_statistics
-from .backward_store import sums_barrier
-from .barriers import BackwardBarrier, RoleBarrier
+from .barriers import RoleBarrier
 from .blocks import Band
-from .config import OTHER_REGISTERS, WARPGROUP_THREADS, WGMMA_M, BackwardConfig
+from .config import WARPGROUP_THREADS, WGMMA_M, BackwardConfig
 from .output import DirectOutput, Piece
 from .phases import Phase, begin
 from .products import new_accumulator, new_left_operand
@@ -30,8 +29,6 @@ class Memory(NamedTuple):
     q_pipe: pipeline.PipelineTmaAsync
     do_pipe: pipeline.PipelineTmaAsync
     rows: cute.Tensor  # (LSE and delta of a step, stages)
-    ds: cute.Tensor  # (tile_m, tile_n, stages)
-    dq: cute.Tensor  # a part of each warpgroup's piece of dQ
     p: cute.Tensor  # two steps' P in the order of registers
 
 
@@ -40,12 +37,12 @@ class State(NamedTuple):
 
     q: pipeline.PipelineState
     do: pipeline.PipelineState
-    parity: Int32  # of the step: which buffers and barriers it uses
+    parity: Int32  # of the step: which buffer and barriers it uses
 
 
 @dataclass(frozen=True)
 class Role:
-    """What both have in common. ``head`` and ``columns`` (of what they own) are theirs."""
+    """What both have in common. ``head``, ``open``, ``close`` and ``columns`` (of what they own) are theirs."""
 
     config: BackwardConfig
     dtype: type
@@ -56,22 +53,21 @@ class Role:
     def run(
         self, lengths: tuple, output: cute.Tensor, shared: tuple, pipes: tuple, queue: TileQueue, run: BackwardRunTime
     ):
-        """All tiles of this CTA. ``output``: dV or dK; ``shared``: K, V, Q, dO, the row statistics, dS, dQ and P."""
+        """All tiles of this CTA. ``output``: dV or dK; ``shared``: K, V, Q, dO, the row statistics and P."""
         config = self.config
         seqlen_q, seqlen_k, heads, heads_k, batch = lengths
-        *_, s_rows, s_ds, s_dq, s_p = shared
         k_pipe, v_pipe, q_pipe, do_pipe = pipes
         thread = cute.arch.thread_idx()[0] % WARPGROUP_THREADS
         products = self.products(shared)
-        memory = Memory(q_pipe, do_pipe, s_rows, s_ds, s_dq, s_p)
+        memory = Memory(q_pipe, do_pipe, *shared[4:])
         consumer = pipeline.PipelineUserType.Consumer
         k_state, v_state = (pipeline.make_pipeline_state(consumer, 1) for _ in range(2))
-        q_state = pipeline.make_pipeline_state(consumer, config.stages)
-        do_state = pipeline.make_pipeline_state(consumer, config.do_stages)
+        q_state, do_state = (pipeline.make_pipeline_state(consumer, config.stages) for _ in range(2))
         state = State(q_state, do_state, Int32(0))
         queue_state = pipeline.make_pipeline_state(consumer, SLOTS)
         own_key = thread // QUAD // 8 * 16 + thread // QUAD % 8
         index, tiles = self.schedule.first(), self.schedule.count(seqlen_k, run.head_parts, batch)
+        self.open()
         while index < tiles:
             n_block, part, batch_index = self.schedule.coordinates(index, seqlen_k, run.head_parts, batch, run.section)
             head_k, head, last_head = run.heads_of(part, heads, heads_k)
@@ -80,12 +76,11 @@ class Role:
             first_queries = first_queries_of(self.band, first_key, seqlen_q, seqlen_k, run.right)
             total = new_accumulator(products.total_add, (WGMMA_M, self.columns))
             total.fill(0.0)
-            scores = self.new_scores(products)
-            operand = new_left_operand(scores, self.dtype)
+            operand = new_left_operand(self.new_scores(products), self.dtype)
             k_pipe.consumer_wait(k_state)
             v_pipe.consumer_wait(v_state)
             while head < last_head:
-                state = self.head(products, memory, state, total, (scores, operand, first_queries), blocks, run)
+                state = self.head(products, memory, state, total, operand, first_queries, blocks, run)
                 head += 1
             k_pipe.consumer_release(k_state)
             v_pipe.consumer_release(v_state)
@@ -95,31 +90,8 @@ class Role:
             self.store_total(output, total, (n_block, head_k, part, batch_index), first_key, run)
             begin(Phase.WAIT_TILE)
             index, queue_state = self.schedule.receive(queue, queue_state, index)
-        # No barrier is left half full
-        sums_barrier(BackwardBarrier.SUMS_FREE, Int32(self.warpgroup), arrive=False)
+        self.close()
         begin(Phase.EXIT)
-
-    @property
-    def early_scores(self):
-        """Whether registers hold dQ's piece beside scores and a 16-bit operand, so that all three products are in
-        flight together.
-        """
-        held = self.columns // 2 + self.config.dq_columns // 2
-        return held + self.config.tile_m // 2 + self.config.tile_m // 4 <= self.config.registers[1] - OTHER_REGISTERS
-
-    @property
-    def all_parts(self):
-        return 0, self.config.sum_rounds
-
-    @property
-    def first_parts(self):
-        """Parts of dQ that leave before the next scores are made: the first one, where that makes room for them."""
-        room = self.config.dq_columns // self.config.sum_rounds >= self.config.tile_m
-        return (0, 1) if room else self.all_parts
-
-    @property
-    def other_parts(self):
-        return self.first_parts[1], self.config.sum_rounds
 
     def new_scores(self, products):
         return new_accumulator(products.scores_first, (WGMMA_M, self.config.tile_m))
@@ -138,10 +110,10 @@ class Role:
             piece = Piece(n_block, head_k, batch, Int32(self.warpgroup), thread, Boolean(False), first_key)
             DirectOutput(self.dtype, self.columns).store(output, None, total, None, piece)
 
-    def statistics(self, memory: Memory, state: State):
-        """This lane's share of what the role needs of a step's row statistics: LSE or delta."""
+    def statistics(self, memory: Memory, q_state):
+        """This thread's share of what the role needs of a step's row statistics: LSE or delta."""
         first = self.warpgroup * self.config.tile_m
-        return own_statistics(memory.rows[None, state.q.index], first, self.config.tile_m)
+        return own_statistics(memory.rows[None, q_state.index], first, self.config.tile_m)
 
     @cute.jit
     def meet(self):
@@ -149,35 +121,19 @@ class Role:
         cute.arch.barrier(barrier_id=int(RoleBarrier.OWN) + self.warpgroup, number_of_threads=WARPGROUP_THREADS)
 
     @cute.jit
-    def issue_scores(self, products: RoleProducts, scores: cute.Tensor, stage: Int32):
+    def issue_scores(self, products: RoleProducts, stage: Int32):
         """Start Sᵀ = K Qᵀ, or dPᵀ = V dOᵀ."""
+        scores = self.new_scores(products)
         wgmma.fence()
         queries = products.queries[None, None, None, stage]
         issue(products.scores_first, products.scores_add, scores, products.keys, queries)
+        return scores
 
     @cute.jit
     def issue_total(self, products: RoleProducts, total: cute.Tensor, operand: cute.Tensor, stage: Int32):
         """Start dV += Pᵀ dO, or dK += dSᵀ Q."""
         wgmma.fence()
         issue(products.total_add, products.total_add, total, operand, products.rows[None, None, None, stage])
-
-    @cute.jit
-    def issue_dq(self, products: RoleProducts, parity: Int32):
-        """Start dQ = dS K, this warpgroup's piece."""
-        dq = new_accumulator(products.dq_first, (WGMMA_M, self.config.dq_columns))
-        wgmma.fence()
-        issue(products.dq_first, products.dq_add, dq, products.ds[None, None, None, parity], products.k_transposed)
-        return dq
-
-    @cute.jit
-    def store_dq(self, memory: Memory, dq: cute.Tensor, parts: cutlass.Constexpr):
-        """Hand parts of this warpgroup's piece of dQ to its store warp."""
-        for part in cutlass.range_constexpr(parts[0], parts[1]):
-            size = cute.size(dq) // self.config.sum_rounds
-            own = cute.make_tensor(dq.iterator + part * size, cute.make_layout(size))
-            sums_barrier(BackwardBarrier.SUMS_FREE, Int32(self.warpgroup), arrive=False)
-            write_piece(memory.dq, own, Int32(self.warpgroup))
-            sums_barrier(BackwardBarrier.SUMS_FULL, Int32(self.warpgroup), arrive=True)
 
 
 def words_of(operand):

@@ -15,7 +15,7 @@ ROW_MAJOR, COL_MAJOR = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
 def backward_layouts(config: BackwardConfig, dtype):
     """``(k, v, q, do, ds)``: swizzled layouts. K and V are (tile_n, head dim, 1), Q and dO (tile_m, head dim, stages).
     dS is (tile_m, tile_n, stages) with neighbouring queries side by side, as the accumulators of its transpose hold it;
-    with roles its last two stages are P's.
+    with roles they hold P of two steps.
     """
     scores = (WGMMA_M, config.tile_m)
     k = key_layout(config, dtype)
@@ -44,8 +44,6 @@ def backward_storage(config: BackwardConfig, dtype):
     """The struct of a CTA's shared memory."""
     k_layout, v_layout, q_layout, do_layout, ds_layout = backward_layouts(config, dtype)
 
-    dq_floats = config.consumer_warpgroups * config.piece_floats // config.sum_rounds
-
     @cute.struct
     class BackwardStorage:
         # full and empty barriers, one pair a stage
@@ -61,6 +59,11 @@ def backward_storage(config: BackwardConfig, dtype):
         q: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(q_layout)], SHARED_ALIGNMENT]
         do: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(do_layout)], SHARED_ALIGNMENT]
         ds: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(ds_layout)], SHARED_ALIGNMENT]
-        dq: cute.struct.Align[cute.struct.MemRange[cutlass.Float32, dq_floats], SHARED_ALIGNMENT]
+        dq: cute.struct.Align[cute.struct.MemRange[cutlass.Float32, staged_floats(config)], SHARED_ALIGNMENT]
 
     return BackwardStorage
+
+
+def staged_floats(config: BackwardConfig):
+    """Floats of dQ's pieces in shared memory."""
+    return config.consumer_warpgroups * config.piece_floats // config.sum_rounds if config.sums else 0

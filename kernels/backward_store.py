@@ -80,7 +80,7 @@ class SumStore:
             n_block, part, batch_index = self.schedule.coordinates(index, seqlen_k, run.head_parts, batch, run.section)
             _, head, last_head = run.heads_of(part, heads, heads_k)
             while head < last_head:
-                head_turns = turns[batch_index, head, None, None] if const_expr(config.deterministic) else None
+                head_turns = turns[batch_index, head, None, None] if const_expr(config.turns) else None
                 head_sums = sums[batch_index, head, None, None]
                 self.add_head(head_sums, head_turns, shared, n_block, seqlen_q, seqlen_k, run, warpgroup)
                 head += 1
@@ -107,7 +107,7 @@ class SumStore:
         first, _, end = self.band.query_blocks(n_block, config.tile_m, seqlen_q, seqlen_k, run.right)
         for block in cutlass.range(first, end, unroll=1):
             turn = None
-            if const_expr(config.deterministic):
+            if const_expr(config.turns):
                 before = self.band.turn(n_block, block, config.tile_m, seqlen_q, seqlen_k, run.right)
                 turn = turns[block, None].iterator + warpgroup, before
             piece = cute.local_tile(sums[block, None], (config.piece_floats,), (warpgroup,))

@@ -27,13 +27,11 @@ class BackwardBarrier(IntEnum):
 
 
 class RoleBarrier(IntEnum):
-    """Those of the backward kernel with roles, beside SUMS_FREE and SUMS_FULL; two ids each, where nothing else is
-    said one per parity of the step. There are none that say "free": backward_roles.py.
-    """
+    """Those of the backward kernel with roles; two ids each, one per parity of the step."""
 
     PROBABILITIES = 1  # P is in shared memory
-    GRADIENTS = 3  # dS is
-    OWN = 9  # all threads of one warpgroup are here: one id a warpgroup
+    TAKEN = 3  # the other role has it in registers
+    OWN = 5  # all threads of one warpgroup are here: one id a warpgroup
 
 
 class WideBarrier(IntEnum):

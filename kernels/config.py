@@ -203,6 +203,19 @@ class BackwardConfig:
         """
         return self.wide and self.free_registers() < 0
 
+    @property
+    def sums(self):
+        """True where dQ is summed in global memory, K/V tile by K/V tile. The sums are as many bytes a product as tiles
+        have few keys, and 64 are too few (profiling/NOTES.md): there another kernel computes dQ (query_kernel.py),
+        though S and dP once more.
+        """
+        return not self.roles
+
+    @property
+    def turns(self):
+        """True where the order of the sums must be the same in every run."""
+        return self.deterministic and self.sums
+
     def free_registers(self):
         """Registers left per consumer thread beside dK, dV and the larger of dQ's piece and dP with P in 16 bit, all
         for 64 keys and 64 queries.
@@ -217,11 +230,9 @@ class BackwardConfig:
 
     @property
     def score_stages(self):
-        """Buffers of ``tile_m`` by ``tile_n`` scores in 16 bit. With roles: dS and P of two steps each. Otherwise dS,
-        which is read in the next step: three where a warpgroup that is ahead may already write the one after that.
+        """Buffers of ``tile_m`` by ``tile_n`` scores in 16 bit. With roles: P of two steps. Otherwise dS, which is read
+        in the next step: three where a warpgroup that is ahead may already write the one after that.
         """
-        if self.roles:
-            return 4
         return 2 if self.wide else 3
 
     @property
@@ -249,7 +260,7 @@ class BackwardConfig:
         """Readable kernel name for profilers."""
         mask = "causal" if self.right_bound else "dense"
         dims = f"d{self.head_dim}" if self.head_dim == self.head_dim_v else f"d{self.head_dim}v{self.head_dim_v}"
-        options = ("_split_heads" if self.split_heads else "") + ("_deterministic" if self.deterministic else "")
+        options = ("_split_heads" if self.split_heads else "") + ("_deterministic" if self.turns else "")
         return f"hopper_fa3_backward_{dims}_{mask}_{SHORT_DTYPES[self.dtype]}_{self.tile_m}x{self.tile_n}{options}"
 
     @property
@@ -267,12 +278,12 @@ class BackwardConfig:
         """True where tiles are of unequal length, so that CTAs fetch them from a counter. Not where their order counts:
         there each tile is a CTA of its own.
         """
-        return self.right_bound and not self.deterministic
+        return self.right_bound and not self.turns
 
     @property
     def descending(self):
         """True where a head's last K/V tile, the shortest, comes first: backward_store.py says why."""
-        return self.right_bound and self.deterministic
+        return self.right_bound and self.turns
 
     @property
     def query_pieces(self):
@@ -287,13 +298,13 @@ class BackwardConfig:
     @property
     def key_columns(self):
         """Columns of K in shared memory: head_dim, or more so that dQ's pieces are equal and whole swizzle atoms."""
-        unit = (32 if self.wide else 64) * self.column_pieces
-        return -(-self.head_dim // unit) * unit
+        return self.dq_columns * self.column_pieces if self.sums else self.head_dim
 
     @property
     def dq_columns(self):
         """Columns of a piece of dQ."""
-        return self.key_columns // self.column_pieces
+        unit = 32 if self.wide else 64
+        return -(-self.head_dim // (unit * self.column_pieces)) * unit
 
     @property
     def row_floats(self):
@@ -318,7 +329,7 @@ class BackwardConfig:
     @property
     def memory_choice(self):
         """``(do_stages, sum_rounds)``: the first choice that fits, or the smallest."""
-        choices = [(self.stages, 1), (self.stages, 2), (1, 2)] if self.wide else [(self.stages, 1)]
+        choices = [(self.stages, 1), (self.stages, 2), (1, 2)] if self.wide and self.sums else [(self.stages, 1)]
         fitting = (choice for choice in choices if self._smem_bytes(*choice) <= SHARED_MEMORY_LIMIT)
         return next(fitting, choices[-1])
 
@@ -330,7 +341,7 @@ class BackwardConfig:
         keys = self.tile_n * (self.key_columns + self.head_dim_v) * ELEMENT_BYTES
         queries = self.tile_m * (self.stages * self.head_dim + do_stages * self.head_dim_v) * ELEMENT_BYTES
         scores = self.score_stages * self.tile_m * self.tile_n * ELEMENT_BYTES
-        sums = self.consumer_warpgroups * self.piece_floats // sum_rounds * FLOAT_BYTES
+        sums = self.consumer_warpgroups * self.piece_floats // sum_rounds * FLOAT_BYTES if self.sums else 0
         # Barriers fill less than 256 bytes
         rows = 256 + self.stages * self.row_floats * FLOAT_BYTES
         return -(-rows // SHARED_ALIGNMENT) * SHARED_ALIGNMENT + keys + queries + scores + sums

@@ -1,0 +1,66 @@
+"""The configuration of the kernel that computes dQ by itself."""
+
+from dataclasses import dataclass
+
+from .config import (
+    ELEMENT_BYTES,
+    REGISTERS,
+    SHARED_ALIGNMENT,
+    SHARED_MEMORY_LIMIT,
+    SHORT_DTYPES,
+    WARPGROUP_THREADS,
+    WGMMA_M,
+)
+
+
+@dataclass(frozen=True)
+class QueryConfig:
+    """A CTA owns 128 queries, 64 a consumer warpgroup, whose dQ stays in registers while it visits the keys that they
+    see, ``tile_n`` at a time.
+    """
+
+    dtype: str
+    head_dim: int
+    head_dim_v: int
+    right_bound: bool
+
+    consumer_warpgroups = 2
+    tile_m = WGMMA_M * consumer_warpgroups
+    tile_n = 64  # dQ, S, dP and dS of 64 queries and these take 208 of 240 registers at head_dim 256
+    stages = 2  # K tiles: one is held from its S to its dQ, under the next one's S
+
+    @property
+    def name(self):
+        """Readable kernel name for profilers."""
+        mask = "causal" if self.right_bound else "dense"
+        dims = f"d{self.head_dim}" if self.head_dim == self.head_dim_v else f"d{self.head_dim}v{self.head_dim_v}"
+        return f"hopper_fa3_backward_{dims}_{mask}_{SHORT_DTYPES[self.dtype]}_{self.tile_m}x{self.tile_n}_queries"
+
+    @property
+    def threads(self):
+        """Threads of a CTA: one producer warpgroup and the consumers."""
+        return WARPGROUP_THREADS * (1 + self.consumer_warpgroups)
+
+    @property
+    def registers(self):
+        """(producer, consumer) registers per thread."""
+        return REGISTERS[self.consumer_warpgroups]
+
+    @property
+    def dynamic(self):
+        """True where tiles are of unequal length, so that CTAs fetch them from a counter."""
+        return self.right_bound
+
+    @property
+    def value_stages(self):
+        """V tiles: two where they fit."""
+        return 2 if self._smem_bytes(2) <= SHARED_MEMORY_LIMIT else 1
+
+    def smem_bytes(self):
+        """Shared memory of a CTA in bytes, as query_kernel.py lays it out."""
+        return self._smem_bytes(self.value_stages)
+
+    def _smem_bytes(self, value_stages):
+        queries = self.tile_m * (self.head_dim + self.head_dim_v) * ELEMENT_BYTES
+        keys = self.tile_n * (self.stages * self.head_dim + value_stages * self.head_dim_v) * ELEMENT_BYTES
+        return SHARED_ALIGNMENT + queries + keys  # barriers fill less than the first
