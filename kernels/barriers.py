@@ -31,7 +31,7 @@ class RoleBarrier(IntEnum):
 
     PROBABILITIES = 1  # P is in shared memory
     TAKEN = 3  # the other role has it in registers
-    OWN = 5  # all threads of one warpgroup are here: one id a warpgroup
+    OWN = 9  # all threads of one warpgroup are here: one id a warpgroup
 
 
 class WideBarrier(IntEnum):

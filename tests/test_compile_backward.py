@@ -4,6 +4,7 @@ import pytest
 
 from hopper_fa3 import compile as compiling
 from hopper_fa3 import machine_code, plan
+from hopper_fa3.kernels.query_config import QueryConfig
 from hopper_fa3.problem import BackwardStatic
 
 DEPTH = 16  # of one WGMMA
@@ -18,12 +19,16 @@ def of_128_keys(config):
 
 
 def of_roles(config):
-    """One role: S likewise, dV and dQ in both loops and the last step, dQ once more. The other: dP before the first
-    step and in the loop, dK and dQ there and in the last step.
+    """One role: S likewise, dV in both loops and behind them. The other: dP in the first step and in the loop, dK there
+    and behind it.
     """
-    total, dq = config.tile_m // DEPTH, config.tile_n // DEPTH
-    first = 3 * config.head_dim // DEPTH + 3 * total + 4 * dq
-    return first + 2 * (config.head_dim_v // DEPTH + total + dq)
+    total = config.tile_m // DEPTH
+    return 3 * (config.head_dim // DEPTH + total) + 2 * (config.head_dim_v // DEPTH + total)
+
+
+def of_queries(config):
+    """S and dP of the first block and in both loops, dQ in these and behind them."""
+    return 3 * (config.head_dim + config.head_dim_v) // DEPTH + 3 * QueryConfig.tile_n // DEPTH
 
 
 @pytest.mark.parametrize(
@@ -39,8 +44,12 @@ def test_machine_code(dtype, head_dim, head_dim_v, right_bound, products):
     static = BackwardStatic(dtype, head_dim, head_dim_v, right_bound, True, False)
     chosen = plan.choose_backward(static)
     config = plan.backward_config(static, chosen)
-    before, main, behind = machine_code.reports(compiling.cubin(static, chosen))
+    before, main, last = machine_code.reports(compiling.cubin(static, chosen))
     # Fences before groups of WGMMAs and waits for them: twice as many as WGMMAs where ptxas serialises these
     assert (main.counts["HGMMA"], main.counts["WARPGROUP"] <= 32) == (products(config), True)
-    for kernel in (before, main, behind):
+    if config.roles:
+        assert last.name == QueryConfig(dtype, head_dim, head_dim_v, right_bound).name + "_2"
+        assert (last.counts["HGMMA"], last.counts["WARPGROUP"] <= 20) == (of_queries(config), True)
+        assert last.registers == 168
+    for kernel in (before, main, last):
         assert (kernel.stack, kernel.local, kernel.spills) == (0, 0, 0), kernel.name

@@ -14,6 +14,7 @@ from hopper_fa3.problem import BackwardStatic, Problem
 NAMES = (
     "q", "k", "v", "out", "lse", "do", "dlse", "dq", "dk", "dv", "rows", "sums", "turns", "dk_parts", "dv_parts",
     "counter", "scale_log2", "scale", "right", "section", "head_parts", "ctas",
+    "query_section", "query_ctas",
 )  # fmt: skip
 FORWARD = ("q", "k", "v", "out", "lse", "counter", "scale_log2", "right", "section", "ctas")
 
@@ -37,7 +38,8 @@ class Kernels:
     def backward(self, *given):
         got = SimpleNamespace(**dict(zip(NAMES, given, strict=True)))
         assert all(launch.tma_reads(x) for x in (got.q, got.k, got.v, got.out, got.do))
-        assert all(x.is_contiguous() for x in (got.lse, got.dq, got.dk, got.dv, got.rows, got.sums))
+        assert all(x.is_contiguous() for x in (got.lse, got.dq, got.dk, got.dv, got.rows))
+        assert got.sums is None or got.sums.is_contiguous()
         assert got.dlse is None or got.dlse.stride(-1) == 1
         self.calls.append(got)
         for value, gradient in enumerate((got.dq, got.dk, got.dv), 1):
@@ -105,6 +107,20 @@ def test_the_workspace(head_dim, head_dim_v, rows, columns, kernels):
     (got,) = kernels.calls
     blocks = -(-300 // rows)
     assert got.rows.shape == (2, 4, blocks, 2 * rows) and got.sums.shape == (2, 4, blocks, rows * columns)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_wide_heads_sum_no_dq(deterministic, kernels):
+    """Their dQ has a kernel of its own, which gives the same bits every time: one set of kernels serves both."""
+    q, k, v = inputs(seqlen_q=1500, head_dim=200, head_dim_v=256)
+    execute(q, k, v, dout=results(q, v)[2], deterministic=deterministic, causal=True)
+    (got,) = kernels.calls
+    assert (got.sums, got.turns, got.counter) == (None, None, "counter")
+    assert got.rows.shape == (2, 4, 24, 128)
+    # 5 K/V tiles of 64 for 2 heads of 2 batches, their query heads in two parts; 12 tiles of 128 queries for 4 heads
+    assert (got.ctas, got.query_ctas, got.query_section) == (40, 96, 8)
+    chosen = plan.BackwardPlan(64, split_heads=True)
+    assert kernels.asked == [(BackwardStatic("bfloat16", 256, 256, True, False, False), chosen)]
 
 
 def test_without_a_gradient_of_out_it_is_zero(kernels):

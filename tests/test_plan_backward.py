@@ -7,6 +7,7 @@ import pytest
 from hopper_fa3 import plan
 from hopper_fa3.kernels.barriers import BackwardBarrier, RoleBarrier, WideBarrier
 from hopper_fa3.kernels.config import HEAD_DIM_CLASSES, BackwardConfig
+from hopper_fa3.kernels.query_config import QueryConfig
 from hopper_fa3.problem import BackwardStatic
 
 GRID = [
@@ -28,15 +29,32 @@ def test_every_plan_fits_the_hardware(static):
     config = plan.backward_config(static, plan.choose_backward(static))
     config.check()
     assert config.smem_bytes() <= 227 * 1024
+    if not config.sums:
+        # A consumer's accumulators and operand: dK or dV, scores, and these in 16 bit
+        assert (max(static.head_dim, static.head_dim_v) + config.tile_m) // 2 + config.tile_m // 4 + 24 <= 240
+        assert (config.key_columns, config.turns, config.dynamic) == (static.head_dim, False, static.right_bound)
+        return
     # dQ: equal pieces, one a warpgroup, that cover the head and are whole swizzle atoms of 64 or 32 columns
     assert config.query_pieces * config.column_pieces == config.consumer_warpgroups
     assert static.head_dim <= config.key_columns == config.column_pieces * config.dq_columns
     assert config.dq_columns % 32 == 0 and config.dq_columns // 8 % config.sum_rounds == 0
     # A part of a piece is whole vectors of every thread, and a bulk copy's multiple of 16 bytes
     assert config.piece_floats // config.sum_rounds % 512 == 0
-    # Each consumer's largest accumulators: dK and dV, or the larger of both where warpgroups have roles; and dQ's piece
-    totals = max(static.head_dim, static.head_dim_v) if config.roles else static.head_dim + static.head_dim_v
-    assert (totals + config.dq_columns) // 2 + 24 <= config.registers[1]
+    # Each consumer's largest accumulators: dK and dV, and dQ's piece
+    assert (static.head_dim + static.head_dim_v + config.dq_columns) // 2 + 24 <= config.registers[1]
+
+
+@pytest.mark.parametrize("pair", [pair for pair in WIDE if config_of(*pair).roles], ids=str)
+def test_the_kernel_of_dq_fits_the_hardware(pair):
+    config = QueryConfig("bfloat16", *pair, False)
+    assert config.smem_bytes() <= 227 * 1024
+    producer, consumer = config.registers
+    assert 128 * (producer + config.consumer_warpgroups * consumer) <= 65536
+    # dQ, S and dP, and dS in 16 bit
+    assert pair[0] // 2 + config.tile_n + config.tile_n // 4 + 24 <= consumer
+    # As many tiles of V as fit beside Q, dO and two of K
+    both = 1024 + 2 * (128 * sum(pair) + 2 * 64 * sum(pair))
+    assert (config.value_stages, config.smem_bytes()) == ((2, both) if both <= 232_448 else (1, both - 128 * pair[1]))
 
 
 @pytest.mark.parametrize(
@@ -46,10 +64,9 @@ def test_every_plan_fits_the_hardware(static):
         (128, 128, 128, 2, 1, 65_536 + 65_536 + 49_152 + 32_768 + 2048),
         # Two of dS; dQ in halves
         (192, 128, 128, 2, 2, 81_920 + 81_920 + 32_768 + 24_576 + 2048),
-        # 64 keys; two of dS and of P
-        (192, 192, 64, 2, 1, 49_152 + 98_304 + 32_768 + 49_152 + 2048),
-        # dO in one stage
-        (256, 256, 64, 1, 2, 65_536 + 98_304 + 32_768 + 32_768 + 2048),
+        # 64 keys; P of two steps, and nothing for dQ
+        (192, 192, 64, 2, 1, 49_152 + 98_304 + 16_384 + 2048),
+        (256, 256, 64, 2, 1, 65_536 + 131_072 + 16_384 + 2048),
     ],
 )
 def test_shared_memory(head_dim, head_dim_v, tile_n, do_stages, sum_rounds, smem):
@@ -64,7 +81,8 @@ def test_shared_memory(head_dim, head_dim_v, tile_n, do_stages, sum_rounds, smem
 
 @pytest.mark.parametrize("pair", WIDE)
 def test_keys_are_padded_only_where_a_piece_would_be_no_whole_atoms(pair):
-    assert config_of(*pair).key_columns == (128 if pair[0] == 96 else pair[0])
+    config = config_of(*pair)
+    assert config.key_columns == (128 if pair[0] == 96 and config.sums else pair[0])
 
 
 def test_as_many_keys_as_registers_hold():
@@ -85,7 +103,7 @@ def test_as_many_keys_as_registers_hold():
         ({"tile_m": 96}, "tile_m must be 64, or 128 at head dims up to 128, got 96"),
         ({"tile_m": 128}, "tile_m must be 64, or 128 at head dims up to 128, got 128"),
         ({"stages": 1}, "stages must be at least 2"),
-        ({"stages": 3}, "shared memory must be at most 232448 bytes, got 264192"),
+        ({"stages": 3}, "shared memory must be at most 232448 bytes, got 280576"),
     ],
 )
 def test_illegal_configurations_name_the_rule(changes, message):
@@ -98,7 +116,7 @@ def test_barriers_do_not_share_ids():
     """Hardware has 16; 0 is the whole CTA's. Each name stands for two ids but STEP, which has four."""
     sums = {BackwardBarrier.SUMS_FREE: 2, BackwardBarrier.SUMS_FULL: 2}
     for own in (
-        {RoleBarrier.PROBABILITIES: 2, RoleBarrier.GRADIENTS: 2, RoleBarrier.OWN: 2},
+        {RoleBarrier.PROBABILITIES: 2, RoleBarrier.TAKEN: 2, RoleBarrier.OWN: 2},
         {WideBarrier.STEP: 4, WideBarrier.OWN: 2},
     ):
         ids = [int(name) + index for name, count in (*sums.items(), *own.items()) for index in range(count)]
