@@ -35,7 +35,8 @@ def row_layout(config: BackwardConfig):
 def key_layout(config: BackwardConfig, dtype):
     """K's layout, (tile_n, key_columns, 1): pieces of dQ take whole swizzle atoms of its columns."""
     kinds = wgmma.SmemLayoutAtomKind
-    kind = kinds.K_SW128 if config.dq_columns % 64 == 0 else kinds.K_SW64
+    piece = config.dq_columns if config.sums else config.key_columns
+    kind = kinds.K_SW128 if piece % 64 == 0 else kinds.K_SW64
     atom = wgmma.make_smem_layout_atom(kind, dtype)
     return cute.tile_to_shape(atom, (config.tile_n, config.key_columns, 1), order=(0, 1, 2))
 
