@@ -26,6 +26,7 @@ class GradientRecipe(NamedTuple):
     problem: Problem
     deterministic: bool
     sm_margin: int
+    launches: dict  # filled by launch_backward.py: by whether a gradient of the LSE arrives
 
 
 class Recipe(NamedTuple):
@@ -67,7 +68,7 @@ def prepare(problem, q, k, v, *, out=None, plan=None, sm_margin=0, deterministic
         q.new_empty(1, dtype=torch.float32).expand(problem.batch, problem.heads, problem.seqlen_q),
         unread_lse(problem),
         all(tma_reads(tensor) for tensor in (q, k, v, out) if tensor is not None),
-        GradientRecipe(problem, deterministic, sm_margin) if recorded else None,
+        GradientRecipe(problem, deterministic, sm_margin, {}) if recorded else None,
     )
 
 

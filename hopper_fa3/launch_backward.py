@@ -1,4 +1,6 @@
-"""Allocates gradients and workspace and launches the three kernels of the backward. It validates nothing."""
+"""Allocates gradients and workspace and launches the kernels of the backward. It validates nothing."""
+
+from typing import NamedTuple
 
 import torch
 
@@ -6,6 +8,15 @@ from . import plan as planning
 from .kernels.query_config import QueryConfig
 from .launch import readable, scale_log2, tile_counter
 from .problem import multiprocessors
+
+
+class Launch(NamedTuple):
+    """All that a launch needs besides the tensors."""
+
+    function: object
+    dynamic: bool  # a kernel takes its tiles from a counter
+    workspace: tuple  # (shape, dtype), or None for what the kernels do without
+    scalars: tuple
 
 
 def execute(recipe, q, k, v, out, lse, dout, dlse):
@@ -17,19 +28,34 @@ def execute(recipe, q, k, v, out, lse, dout, dlse):
     dq, dk, dv = (torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in (q, k, v))
     if not (problem.batch and problem.heads and problem.seqlen_q and problem.seqlen_k):
         return dq.zero_(), dk.zero_(), dv.zero_()
+    launch = recipe.launches.get(dlse is not None)
+    if launch is None:
+        launch = recipe.launches[dlse is not None] = prepare(recipe, dlse is not None)
+    dout = torch.zeros_like(out) if dout is None else dout
+    if dlse is not None and dlse.stride(-1) != 1:
+        dlse = dlse.contiguous()
+    counter = tile_counter(q.device) if launch.dynamic else None
+    workspace = (
+        None if each is None else torch.empty(each[0], dtype=each[1], device=q.device) for each in launch.workspace
+    )
+    tensors = (readable(tensor) for tensor in (q, k, v, out))
+    launch.function(*tensors, lse, readable(dout), dlse, dq, dk, dv, *workspace, counter, *launch.scalars)
+    return dq, dk, dv
+
+
+def prepare(recipe, lse_gradient):
+    """The Launch for calls of this recipe; compiles the kernels where they are new."""
     from .compile import compiled  # imports the DSL: only where a kernel is launched
 
+    problem = recipe.problem
     sms = multiprocessors(problem.device) - recipe.sm_margin
-    static = problem.backward_static(dlse is not None, bool(recipe.deterministic))
+    static = problem.backward_static(lse_gradient, bool(recipe.deterministic))
     plan = planning.choose_backward(static)
     config = planning.backward_config(static, plan)
     static = static._replace(deterministic=config.turns)  # kernels without sums are the same for both
     parts = planning.head_parts(problem, config, sms)
     plan = plan._replace(split_heads=parts > 1)
     function, config = compiled(static, plan), planning.backward_config(static, plan)
-    dout = torch.zeros_like(out) if dout is None else dout
-    if dlse is not None and dlse.stride(-1) != 1:
-        dlse = dlse.contiguous()
     tiles = problem.batch * problem.heads_k * parts * -(-problem.seqlen_k // config.tile_n)
     query_tiles = problem.batch * problem.heads * -(-problem.seqlen_q // QueryConfig.tile_m)
     scalars = (
@@ -43,23 +69,18 @@ def execute(recipe, q, k, v, out, lse, dout, dlse):
         planning.heads_per_section(problem),
         min(query_tiles, sms),
     )
-    counter = tile_counter(q.device) if config.dynamic else None
-    tensors = (readable(tensor) for tensor in (q, k, v, out))
-    function(*tensors, lse, readable(dout), dlse, dq, dk, dv, *workspace(problem, config, parts), counter, *scalars)
-    return dq, dk, dv
+    return Launch(function, config.dynamic, workspace(problem, config, parts), scalars)
 
 
 def workspace(problem, config, parts):
-    """``(rows, sums, turns, dk_parts, dv_parts)`` as BackwardKernel describes them, uninitialised; linear in length."""
-
-    def empty(*shape, dtype=torch.float32):
-        return torch.empty(shape, dtype=dtype, device=problem.device)
-
+    """Shapes and dtypes of ``(rows, sums, turns, dk_parts, dv_parts)`` as BackwardKernel describes them; linear in
+    length.
+    """
     steps = (problem.batch, problem.heads, -(-problem.seqlen_q // config.tile_m))
-    sums = empty(*steps, config.tile_m * config.key_columns) if config.sums else None
-    turns = empty(*steps, config.consumer_warpgroups, dtype=torch.int32) if config.turns else None
+    sums = ((*steps, config.tile_m * config.key_columns), torch.float32) if config.sums else None
+    turns = ((*steps, config.consumer_warpgroups), torch.int32) if config.turns else None
     key_parts = (None, None)
     if config.split_heads:
         tiles = (problem.batch, problem.heads_k, parts, -(-problem.seqlen_k // config.tile_n))
-        key_parts = (empty(*tiles, config.tile_n * dim) for dim in (config.head_dim, config.head_dim_v))
-    return empty(*steps, config.row_floats), sums, turns, *key_parts
+        key_parts = (((*tiles, config.tile_n * dim), torch.float32) for dim in (config.head_dim, config.head_dim_v))
+    return ((*steps, config.row_floats), torch.float32), sums, turns, *key_parts

@@ -72,7 +72,7 @@ def results(q, v):
 
 
 def execute(q, k, v, *, dout=None, dlse=None, deterministic=False, sm_margin=0, **options):
-    recipe = launch.GradientRecipe(Problem.from_tensors(q, k, v, **options), deterministic, sm_margin)
+    recipe = launch.GradientRecipe(Problem.from_tensors(q, k, v, **options), deterministic, sm_margin, {})
     out, lse, *_ = results(q, v)
     return launch_backward.execute(recipe, q, k, v, out, lse, dout, dlse)
 
@@ -81,7 +81,7 @@ def test_what_the_kernels_are_launched_with(kernels):
     q, k, v = inputs(heads=2)
     out, lse, dout, dlse = results(q, v)
     problem = Problem.from_tensors(q, k, v, softmax_scale=-0.5, window_size=(-1, 3))
-    gradients = launch_backward.execute(launch.GradientRecipe(problem, False, 0), q, k, v, out, lse, dout, dlse)
+    gradients = launch_backward.execute(launch.GradientRecipe(problem, False, 0, {}), q, k, v, out, lse, dout, dlse)
     (got,) = kernels.calls
     given = {"q": q, "k": k, "v": v, "out": out, "lse": lse, "do": dout, "dlse": dlse}
     assert all(getattr(got, name) is tensor for name, tensor in given.items())
@@ -121,6 +121,17 @@ def test_wide_heads_sum_no_dq(deterministic, kernels):
     assert (got.ctas, got.query_ctas, got.query_section) == (40, 96, 8)
     chosen = plan.BackwardPlan(64, split_heads=True)
     assert kernels.asked == [(BackwardStatic("bfloat16", 256, 256, True, False, False), chosen)]
+
+
+def test_calls_of_one_recipe_are_planned_once(kernels):
+    q, k, v = inputs()
+    out, lse, dout, dlse = results(q, v)
+    recipe = launch.GradientRecipe(Problem.from_tensors(q, k, v), False, 0, {})
+    for given in (None, dlse, None, dlse):
+        launch_backward.execute(recipe, q, k, v, out, lse, dout, given)
+    assert [static.lse_gradient for static, _ in kernels.asked] == [False, True] and len(kernels.calls) == 4
+    first, second = (kernels.calls[place].sums for place in (0, 2))
+    assert first.data_ptr() != second.data_ptr()  # workspace is each call's own
 
 
 def test_without_a_gradient_of_out_it_is_zero(kernels):
@@ -260,4 +271,4 @@ def test_no_recipe_of_gradients_without_grad(kernels):
     for place in range(3):
         given = [x.requires_grad_(i == place) for i, x in enumerate(inputs())]
         problem = Problem.from_tensors(*given)
-        assert launch.prepare(problem, *given).gradients == launch.GradientRecipe(problem, False, 0)
+        assert launch.prepare(problem, *given).gradients == launch.GradientRecipe(problem, False, 0, {})
