@@ -228,7 +228,7 @@ def test_autograd_keeps_five_tensors(kernels):
     assert len(kept) == 5
     wanted = (*call.inputs, out, lse)
     assert [x.data_ptr() for x in kept] == [x.data_ptr() for x in wanted]
-    assert call.recipe.gradients[1:] == (True, 3)
+    assert call.recipe.gradients[1:] == (True, 3, {})
     assert (out.requires_grad, lse.requires_grad) == (True, True)
 
 
