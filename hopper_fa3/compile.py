@@ -113,7 +113,7 @@ def _backward_arguments(static, config):
     lse = _tensor(wide, batch, heads, seqlen_q, divisibility=1, align=4)
     dlse = _tensor(wide, batch, heads, seqlen_q, divisibility=1, align=4) if static.lse_gradient else None
     rows = _tensor(wide, batch, heads, blocks, config.row_floats)
-    sums = _tensor(wide, batch, heads, blocks, config.tile_m * config.key_columns) if config.sums else None
+    sums = _tensor(wide, batch, heads, blocks, config.tile_m * config.head_dim) if config.sums else None
     pieces = config.consumer_warpgroups
     parts = (None, None)
     if config.split_heads:

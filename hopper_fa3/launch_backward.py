@@ -77,7 +77,7 @@ def workspace(problem, config, parts):
     length.
     """
     steps = (problem.batch, problem.heads, -(-problem.seqlen_q // config.tile_m))
-    sums = ((*steps, config.tile_m * config.key_columns), torch.float32) if config.sums else None
+    sums = ((*steps, config.tile_m * config.head_dim), torch.float32) if config.sums else None
     turns = ((*steps, config.consumer_warpgroups), torch.int32) if config.turns else None
     key_parts = (None, None)
     if config.split_heads:

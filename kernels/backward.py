@@ -76,7 +76,7 @@ class BackwardKernel:
     ):
         """q, k, v, out, do, dq, dk, dv: (batch, length, heads, head_dim) in 16 bit, last stride 1. lse, dlse: (batch,
         heads, seqlen_q) float32. Workspace in float32: rows (batch, heads, blocks, 2 tile_m); where dQ is summed, else
-        None: sums (batch, heads, blocks, tile_m key_columns); where heads are split, else None: dk_parts and dv_parts
+        None: sums (batch, heads, blocks, tile_m head_dim); where heads are split, else None: dk_parts and dv_parts
         (batch, heads_k, parts, K/V tiles, tile_n head_dim). In int32: turns (batch, heads, blocks, warpgroups), None
         where no order of sums is asked for. query_section and query_ctas are those of query_kernel.py.
         """
@@ -88,7 +88,7 @@ class BackwardKernel:
         # TMA atoms
         layouts = (*backward_layouts(config, dtype)[:4], row_layout(config))
         boxes = (
-            (config.tile_n, config.key_columns),
+            (config.tile_n, config.head_dim),
             (config.tile_n, config.head_dim_v),
             (config.tile_m, config.head_dim),
             (config.tile_m, config.head_dim_v),
@@ -238,7 +238,7 @@ class BackwardKernel:
             )
 
         return (
-            pipe(storage.k_barriers, 1, config.tile_n, config.key_columns),
+            pipe(storage.k_barriers, 1, config.tile_n, config.head_dim),
             pipe(storage.v_barriers, 1, config.tile_n, config.head_dim_v),
             pipe(storage.q_barriers, config.stages, config.tile_m, config.head_dim, 4 * config.row_floats),
             pipe(storage.do_barriers, config.do_stages, config.tile_m, config.head_dim_v),

@@ -79,7 +79,7 @@ class Prologue:
         zeros = cute.make_rmem_tensor(VECTOR, Float32)
         zeros.fill(0.0)
         copy = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), Float32, num_bits_per_copy=128)
-        floats = self.config.tile_m * self.config.key_columns
+        floats = self.config.tile_m * self.config.head_dim
         for first in cutlass.range_constexpr(0, floats, VECTOR * THREADS):
             target = cute.make_tensor((memory.iterator + (first + VECTOR * thread)).align(16), cute.make_layout(VECTOR))
             cute.copy(copy, zeros, target)

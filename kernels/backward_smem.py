@@ -33,12 +33,12 @@ def row_layout(config: BackwardConfig):
 
 
 def key_layout(config: BackwardConfig, dtype):
-    """K's layout, (tile_n, key_columns, 1): pieces of dQ take whole swizzle atoms of its columns."""
+    """K's layout, (tile_n, head_dim, 1): pieces of dQ take whole swizzle atoms of its columns."""
     kinds = wgmma.SmemLayoutAtomKind
-    piece = config.dq_columns if config.sums else config.key_columns
-    kind = kinds.K_SW128 if piece % 64 == 0 else kinds.K_SW64
+    piece = config.dq_columns if config.sums else config.head_dim
+    kind = kinds.K_SW128 if piece % 64 == 0 else kinds.K_SW64 if piece % 32 == 0 else kinds.K_SW32
     atom = wgmma.make_smem_layout_atom(kind, dtype)
-    return cute.tile_to_shape(atom, (config.tile_n, config.key_columns, 1), order=(0, 1, 2))
+    return cute.tile_to_shape(atom, (config.tile_n, config.head_dim, 1), order=(0, 1, 2))
 
 
 def backward_storage(config: BackwardConfig, dtype):

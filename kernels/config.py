@@ -296,15 +296,9 @@ class BackwardConfig:
         return self.consumer_warpgroups // self.query_pieces
 
     @property
-    def key_columns(self):
-        """Columns of K in shared memory: head_dim, or more so that dQ's pieces are equal and whole swizzle atoms."""
-        return self.dq_columns * self.column_pieces if self.sums else self.head_dim
-
-    @property
     def dq_columns(self):
-        """Columns of a piece of dQ."""
-        unit = 32 if self.wide else 64
-        return -(-self.head_dim // (unit * self.column_pieces)) * unit
+        """Columns of a piece of dQ: equal shares, whole swizzle atoms of 64, 32 or 16 columns of K."""
+        return self.head_dim // self.column_pieces
 
     @property
     def row_floats(self):
@@ -338,7 +332,7 @@ class BackwardConfig:
         return self._smem_bytes(*self.memory_choice)
 
     def _smem_bytes(self, do_stages, sum_rounds):
-        keys = self.tile_n * (self.key_columns + self.head_dim_v) * ELEMENT_BYTES
+        keys = self.tile_n * (self.head_dim + self.head_dim_v) * ELEMENT_BYTES
         queries = self.tile_m * (self.stages * self.head_dim + do_stages * self.head_dim_v) * ELEMENT_BYTES
         scores = self.score_stages * self.tile_m * self.tile_n * ELEMENT_BYTES
         sums = self.consumer_warpgroups * self.piece_floats // sum_rounds * FLOAT_BYTES if self.sums else 0

@@ -123,11 +123,14 @@ class DirectOutput:
             # How many columns there are from this lane's first one on
             present = cutlass.select_(row < seqlen_q, head_dim_v, Int32(0)) - piece.first_column - GROUP * lane
             for first in cutlass.range_constexpr(0, groups, QUAD):
-                own = transpose([pairs[index, first + group] for group in range(QUAD)], lane)
+                # Of the last groups there may be fewer than lanes
+                given = [pairs[index, first + group] if first + group < groups else Int32(0) for group in range(QUAD)]
+                own = transpose(given, lane)
                 whole = cute.make_rmem_tensor(QUAD, Int32)
                 for word in cutlass.range_constexpr(QUAD):
                     whole[word] = own[word]
-                if GROUP * first < present:
+                has_group = Boolean(True) if first + QUAD <= groups else lane < groups - first
+                if has_group and GROUP * first < present:
                     target = cute.local_tile(columns, (GROUP,), (piece.first_column // GROUP + first + lane,))
                     cute.copy(store, cute.recast_tensor(whole, self.dtype), target)
 

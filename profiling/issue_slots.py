@@ -25,10 +25,8 @@ def tensor_clocks(tile_m, tile_n, head_dim, head_dim_v):
 
 
 def backward_tensor_clocks(config):
-    """The same of one step of the gradients (BackwardConfig): S and dK, dQ of the columns that it computes, dP and
-    dV.
-    """
-    columns = 2 * config.head_dim + config.key_columns + 2 * config.head_dim_v
+    """The same of one step of the gradients (BackwardConfig): S, dK and dQ, dP and dV."""
+    columns = 3 * config.head_dim + 2 * config.head_dim_v
     return 2 * config.tile_m * config.tile_n * columns / TENSOR_FLOPS
 
 

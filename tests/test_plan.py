@@ -197,8 +197,8 @@ def test_every_plan_of_gradients_fits_the_hardware(static):
     assert accumulators + step < consumer
     # Pieces of 64 queries by equal shares of K's columns, one a warpgroup
     assert config.query_pieces * config.column_pieces == config.consumer_warpgroups
-    assert config.column_pieces * config.dq_columns == config.key_columns >= config.head_dim
-    assert config.dq_columns % 64 == 0
+    assert config.column_pieces * config.dq_columns == config.head_dim
+    assert config.dq_columns % 16 == 0
     # Equal tiles are dealt out; unequal ones come from a counter, or where order counts are a CTA each, shortest first
     assert (config.dynamic, config.descending) == (
         static.right_bound and not static.deterministic,

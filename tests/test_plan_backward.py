@@ -32,12 +32,12 @@ def test_every_plan_fits_the_hardware(static):
     if not config.sums:
         # A consumer's accumulators and operand: dK or dV, scores, and these in 16 bit
         assert (max(static.head_dim, static.head_dim_v) + config.tile_m) // 2 + config.tile_m // 4 + 24 <= 240
-        assert (config.key_columns, config.turns, config.dynamic) == (static.head_dim, False, static.right_bound)
+        assert (config.turns, config.dynamic) == (False, static.right_bound)
         return
-    # dQ: equal pieces, one a warpgroup, that cover the head and are whole swizzle atoms of 64 or 32 columns
+    # dQ: equal pieces, one a warpgroup, that are the head and whole swizzle atoms of 64, 32 or 16 columns
     assert config.query_pieces * config.column_pieces == config.consumer_warpgroups
-    assert static.head_dim <= config.key_columns == config.column_pieces * config.dq_columns
-    assert config.dq_columns % 32 == 0 and config.dq_columns // 8 % config.sum_rounds == 0
+    assert static.head_dim == config.column_pieces * config.dq_columns
+    assert config.dq_columns % 16 == 0 and config.dq_columns // 8 % config.sum_rounds == 0
     # A part of a piece is whole vectors of every thread, and a bulk copy's multiple of 16 bytes
     assert config.piece_floats // config.sum_rounds % 512 == 0
     # Each consumer's largest accumulators: dK and dV, and dQ's piece
@@ -77,12 +77,6 @@ def test_shared_memory(head_dim, head_dim_v, tile_n, do_stages, sum_rounds, smem
         sum_rounds,
         smem,
     )
-
-
-@pytest.mark.parametrize("pair", WIDE)
-def test_keys_are_padded_only_where_a_piece_would_be_no_whole_atoms(pair):
-    config = config_of(*pair)
-    assert config.key_columns == (128 if pair[0] == 96 and config.sums else pair[0])
 
 
 def test_as_many_keys_as_registers_hold():
