@@ -62,7 +62,7 @@ def prepare(recipe, lse_gradient):
         scale_log2(problem.softmax_scale),
         problem.softmax_scale,
         0 if problem.right is None else problem.right,
-        planning.backward_heads_per_section(problem, static.deterministic) * parts,
+        planning.backward_heads_per_section(problem, config) * parts,
         problem.heads_k * parts,
         # Where the order of the sums counts, a tile is a CTA: the hardware starts them in order
         tiles if static.deterministic else min(tiles, sms),

@@ -110,13 +110,14 @@ def split(resources, listing):
 
 
 def main_kernel(kernels):
-    """Of the pairs of disassemble(), that of the kernel with matrix products: a backward's cubin holds one kernel
-    before it and one behind. ValueError where not exactly one has them.
+    """Of the pairs of disassemble(), the first with matrix products: a backward's cubin holds a kernel before it and
+    others behind, of which one may have products too (dQ by itself). ValueError where none has them.
     """
-    found = [texts for texts in kernels if re.search(r"\bHGMMA\b", texts[1])]
-    if len(found) != 1:
-        raise ValueError(f"one kernel must have HGMMA, got {len(found)} of {len(kernels)}")
-    return found[0]
+    found = (texts for texts in kernels if re.search(r"\bHGMMA\b", texts[1]))
+    main = next(found, None)
+    if main is None:
+        raise ValueError(f"a kernel must have HGMMA, got none of {len(kernels)}")
+    return main
 
 
 def parse(resources, listing):

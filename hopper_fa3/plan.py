@@ -4,7 +4,7 @@ arithmetic.
 
 from typing import NamedTuple
 
-from .kernels.config import ELEMENT_BYTES, HEAD_DIM_CLASSES, BackwardConfig, ForwardConfig
+from .kernels.config import ELEMENT_BYTES, FLOAT_BYTES, HEAD_DIM_CLASSES, BackwardConfig, ForwardConfig
 
 # K and V of the heads that are scheduled together should stay in L2. An H200 has 50 to 60 MB of it; O, Q and the
 # neighbours' traffic take the rest. FlashAttention-3 uses the same 32 MB.
@@ -168,13 +168,15 @@ def head_parts(problem, config, sms):
     return best if steps(best) < SPLIT_GAIN * steps(1) else 1
 
 
-def backward_heads_per_section(problem, deterministic):
+def backward_heads_per_section(problem, config):
     """K/V heads, counted over the batch, whose tiles are scheduled together: see heads_per_section. What should be in
-    L2 is what all K/V tiles of a head read and add to: Q, dO and the sums of dQ. ``deterministic``: a head's tiles wait
-    for each other, so they should not all start together; sections spread them also without a right bound.
+    L2 is what all K/V tiles of a head read and add to: Q, dO and the sums of dQ. Where these are added in turns, a
+    head's tiles wait for each other, so they should not all start together; sections spread them also without a right
+    bound.
     """
-    if problem.right is None and not deterministic:
+    if problem.right is None and not config.turns:
         return 1
-    row_bytes = (problem.head_dim + problem.head_dim_v) * ELEMENT_BYTES + 4 * problem.head_dim
+    row_bytes = (problem.head_dim + problem.head_dim_v) * ELEMENT_BYTES
+    row_bytes += FLOAT_BYTES * problem.head_dim if config.sums else 0
     heads_k = max(1, L2_BUDGET_BYTES // max(problem.group * problem.seqlen_q * row_bytes, 1))
     return min(1 << (heads_k.bit_length() - 1), problem.batch * problem.heads_k)

@@ -30,7 +30,7 @@ from .schedule import Schedule, make_tile_queue
 
 
 class BackwardKernel:
-    """Everything about the three kernels that is fixed at compile time."""
+    """Everything about the kernels that is fixed at compile time."""
 
     def __init__(self, config: BackwardConfig):
         self.config = config

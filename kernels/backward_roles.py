@@ -92,8 +92,7 @@ class ProbabilityRole(Role):
         # Under dV
         limits = query_limits(first_queries, block * self.config.tile_m)
         exponentiate(scores, lse, limits, run.scale_log2, masked)
-        # dV in flight reads the operand's registers: until it is done they cannot take the next P. The wait on a
-        # barrier is a branch, which holds the wait for dV behind the exponentials.
+        # dV in flight reads the operand's registers: until it is done they cannot take the next P
         wait(RoleBarrier.TAKEN, state.parity)
         if const_expr(not first):
             wgmma.wait_group(0)

@@ -47,6 +47,8 @@ def figures(kernel, resources, listing):
     block or step (unrolled, say).
     """
     config, code, lines = table_kernels.config(kernel), parse(resources, listing), instructions(listing)
+    if isinstance(config, BackwardConfig) and config.roles:
+        raise ValueError(f"{config.name} has a loop a role, which these figures do not know")
     found = dict(zip(MainLoops._fields, (iteration(loop) for loop in main_loops(lines)), strict=True))
     products = step_products(config)
     issued = found["unmasked"]["counts"]["HGMMA"]

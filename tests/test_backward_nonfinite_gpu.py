@@ -62,7 +62,7 @@ def sizes(head_dim):
     return replace(CASE, head_dim=head_dim, head_dim_v=head_dim)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("causal", [False, True])
 def test_one_value_in_q(value, causal, head_dim, device):
@@ -75,7 +75,7 @@ def test_one_value_in_q(value, causal, head_dim, device):
     compare_where_finite(gradients, (row, seen, seen), (row, near, near), (q, k, v), arrived, causal=causal)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("causal", [False, True])
 def test_one_value_in_the_gradient_of_out(value, causal, head_dim, device):
@@ -103,7 +103,7 @@ def test_one_value_in_the_gradient_of_the_lse(value, causal, device):
     compare_where_finite(gradients, (row, seen, None), (row, near, None), (q, k, v), arrived, causal=causal)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_nan_in_k(causal, head_dim, device):
     """The LSE of every row that sees it is NaN, and so are dK and dV of all keys that these rows see."""
@@ -135,7 +135,7 @@ def test_an_inf_in_k(value, causal, device):
     assert all((x.isfinite() | mask).all() for x, mask in zip((dq, dk, dv), may, strict=True))
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("causal", [False, True])
 def test_one_value_in_v(value, causal, head_dim, device):
@@ -148,7 +148,7 @@ def test_one_value_in_v(value, causal, head_dim, device):
     compare_where_finite(gradients, (rows, keys, None), (near, keys, None), (q, k, v), {"dout": dout}, causal=causal)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_what_arrives_at_rows_that_see_no_key_is_not_read(value, head_dim, device):
     """Their dQ is 0 whatever arrives, and where they fill whole tiles, nothing at all comes of it."""

@@ -55,7 +55,7 @@ def test_deterministic_gradients_are_bit_equal(head_dim, head_dim_v, causal, com
 
 
 @pytest.mark.parametrize("sms", [1, 32, None])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_deterministic_gradients_on_any_number_of_sms(sms, head_dim, company, device):
     """An order that rests on which block comes first must not hang or change where few blocks run at once."""
     q, k, v = replace(CASE, head_dim=head_dim, head_dim_v=head_dim).inputs(device)

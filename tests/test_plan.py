@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from hopper_fa3 import plan
-from hopper_fa3.kernels.config import HEAD_DIM_CLASSES, REGISTERS, ForwardConfig
+from hopper_fa3.kernels.config import HEAD_DIM_CLASSES, REGISTERS, BackwardConfig, ForwardConfig
 from hopper_fa3.problem import BackwardStatic, Problem, Static
 
 GRID = [
@@ -268,11 +268,18 @@ def test_parts_on_an_h200(seqlen_k, heads, heads_k, parts):
 
 
 def test_sections_of_gradients_keep_queries_and_sums_in_l2():
+    def sections(head_dim=128, deterministic=False, **facts):
+        config = BackwardConfig("bfloat16", head_dim, head_dim, True, 64, 2, deterministic)
+        return plan.backward_heads_per_section(problem(**facts), config)
+
     # A row of Q and dO in 2 bytes and of dQ's sums in 4: 1024 bytes at head_dim 128. 1000 of them in 4 query heads are
     # 4 MB a K/V head: 8 in 32 MiB
-    assert plan.backward_heads_per_section(problem(), False) == 8
-    assert plan.backward_heads_per_section(problem(seqlen_q=1100), False) == 4  # 7 would fit: a power of two
-    assert plan.backward_heads_per_section(problem(seqlen_q=2**20), False) == 1
-    assert plan.backward_heads_per_section(problem(seqlen_q=1, batch=1), False) == 4  # never more than there are
-    assert plan.backward_heads_per_section(problem(right=None), False) == 1
-    assert plan.backward_heads_per_section(problem(right=None), True) == 8
+    assert sections() == 8
+    assert sections(seqlen_q=1100) == 4  # 7 would fit: a power of two
+    assert sections(seqlen_q=2**20) == 1
+    assert sections(seqlen_q=1, batch=1) == 4  # never more than there are
+    assert sections(right=None) == 1
+    assert sections(right=None, deterministic=True) == 8
+    # A kernel without sums: half the bytes, and no turns
+    assert sections(head_dim=256, seqlen_q=2000) == 8 and sections(seqlen_q=2000) == 4
+    assert sections(head_dim=256, right=None, deterministic=True) == 1
