@@ -1,0 +1,378 @@
+"""The backward kernels on the simulation of simulated_dsl.py: their warps, memory and registers.
+
+A warp holds 16 of the 64 rows of its warpgroup, as arrays in float64; head dims are a few columns, whatever the
+configuration says, because protocols do not depend on them. What stands below the protocols is replaced: the layout of
+tensors in memory and registers, and the arithmetic on single registers.
+"""
+
+import math
+from types import SimpleNamespace
+
+import numpy as np
+from simulated_dsl import StandIn, identity, require
+
+WARPGROUP_ROWS, WARP_ROWS = 64, 16
+
+
+class Memory:
+    """Global or shared memory that warps index as they do tensors; None takes a whole dimension."""
+
+    def __init__(self, array):
+        self.array = array
+        self.shape = array.shape
+
+    def __getitem__(self, place):
+        places = place if isinstance(place, tuple) else (place,)
+        found = self.array[tuple(slice(None) if each is None else each for each in places)]
+        return Memory(found) if isinstance(found, np.ndarray) else found
+
+    def __setitem__(self, place, value):
+        self.array[place] = value
+
+    @property
+    def iterator(self):
+        return Cell(self.array, 0)
+
+
+class Cell:
+    """A pointer to one number."""
+
+    def __init__(self, array, index):
+        self.array, self.index = array, index
+
+    def __add__(self, distance):
+        return Cell(self.array, self.index + distance)
+
+    def get(self):
+        return self.array[self.index]
+
+    def add(self, value):
+        before = self.array[self.index]
+        self.array[self.index] = before + value
+        return int(before)
+
+
+class Stages:
+    """Tiles of shared memory; the last index chooses one."""
+
+    def __init__(self, tiles):
+        self.tiles = tiles
+
+    @classmethod
+    def new(cls, count, rows, columns):
+        return cls([np.full((rows, columns), np.nan) for _ in range(count)])
+
+    def piece(self, rows, index):
+        return Stages([tile[rows * index : rows * (index + 1)] for tile in self.tiles])
+
+    def __getitem__(self, place):
+        return self.tiles[place[-1]]
+
+    def operand(self, view=identity, fixed=None):
+        return Operand(self, view, fixed)
+
+
+class Operand:
+    """What a product reads of a tile in shared memory, at the moment at which it runs."""
+
+    def __init__(self, stages, view, stage):
+        self.stages, self.view, self.stage = stages, view, stage
+
+    def __getitem__(self, place):
+        return Operand(self.stages, self.view, place[-1])
+
+    def read(self):
+        return self.view(self.stages.tiles[self.stage])
+
+
+class Values(np.ndarray):
+    def to(self, _):
+        return self
+
+
+class Registers:
+    """An accumulator or an operand, a warp's 16 rows. While products are in flight no one may touch their accumulators
+    or write their operands.
+    """
+
+    layout = None
+
+    def __init__(self):
+        self.values, self.writers, self.readers = None, 0, 0
+
+    @property
+    def iterator(self):
+        return self
+
+    def read(self):
+        require(not self.writers, "an accumulator is read while in flight")
+        return self.values
+
+    def write(self, values):
+        require(not self.writers and not self.readers, "registers are written while a product in flight uses them")
+        self.values = values
+
+    def fill(self, value):
+        self.write(np.full((WARP_ROWS, 1), value))
+
+    def __add__(self, columns):
+        return Columns(self, columns)
+
+    def __getitem__(self, column):
+        return self.read()[:, column]
+
+    def __setitem__(self, column, values):
+        self.read()[:, column] = values
+
+
+class Columns:
+    """Registers from a column on, as many as a tensor made of them takes."""
+
+    def __init__(self, registers, first, count=None):
+        self.registers, self.first, self.count = registers, first, count
+
+    def read(self):
+        return self.registers.read()[:, self.first : self.first + self.count]
+
+
+class View:
+    """Registers by rows and columns, where a loop over one row and one column stands for all."""
+
+    def __init__(self, registers):
+        self.registers = registers
+
+    def __getitem__(self, place):
+        return self.registers.read().view(Values)
+
+    def __setitem__(self, place, values):
+        self.registers.write(np.asarray(values))
+
+
+class Tensor:
+    """A tensor (batch, length, heads, columns) with the shape that kernels see, and its TMA atom."""
+
+    atom = None
+
+    def __init__(self, array):
+        batch, length, heads, columns = array.shape
+        self.array, self.tensor = array, SimpleNamespace(shape=(length, columns, heads, batch))
+
+
+class Tiles:
+    """Boxes of one head; past its end there are zeros, as TMA fills them."""
+
+    def __init__(self, rows, box):
+        self.rows, self.box = rows, box
+
+    def __getitem__(self, place):
+        tile, found = np.zeros((self.box, self.rows.shape[1])), self.rows[place[-1] * self.box :][: self.box]
+        tile[: len(found)] = found
+        return tile
+
+
+class Outputs:
+    """DirectOutput: a warp's rows to global memory."""
+
+    def __init__(self, dtype, columns):
+        pass
+
+    def store(self, target, _layout, registers, _memory, piece):
+        rows = target.array[piece.batch, piece.first_row : piece.first_row + WARP_ROWS, piece.head]
+        rows[:] = registers.read()[: len(rows)]
+
+
+class Replacements:
+    """What the kernels find in place of their own functions, by module, and the tensors' part of cute."""
+
+    def __init__(self, simulation):
+        self.simulation = simulation
+
+    def cute(self):
+        return {
+            "copy": self.copy,
+            "size": self.size,
+            "make_layout": identity,
+            "make_tensor": self.make_tensor,
+            "make_rmem_tensor": lambda count, dtype: [None] * count,
+            "local_tile": self.local_tile,
+            "math": StandIn(exp2=lambda exponent, fastmath: np.exp2(exponent)),
+        }
+
+    def modules(self):
+        return {
+            "softmax": {"ROWS": 1},
+            "load": {"head_tiles": self.head_tiles},
+            "mask": {"mask_scores": self.mask_scores},
+            "products": {
+                "new_accumulator": lambda product, tile: Registers(),
+                "new_left_operand": lambda accumulator, dtype: Registers(),
+                "rows_and_columns": View,
+                "convert": self.convert,
+                "store_copy": lambda *_: StandIn(retile=identity, partition_D=identity),
+            },
+            "output": {"DirectOutput": Outputs},
+            "workspace": {
+                "write_piece": self.write_piece, "read_piece": self.read_piece, "add_shared": self.add_shared
+            },
+            "backward_role": {"words_of": identity},
+            "backward_products": {
+                "issue": self.issue,
+                "transposed": identity,
+                "piece": Stages.piece,
+                "make_backward_products": self.make_products,
+                "make_dk_from_shared": self.make_dk_from_shared,
+            },
+            "backward_role_products": {"make_role_products": self.make_role_products},
+            "backward_scores": {
+                "first_queries_of": self.first_queries_of,
+                "query_limits": lambda first_queries, first: first_queries - first,
+                "own_statistics": self.own_statistics,
+                "exponentiate": self.exponentiate,
+                "differentiate": lambda dp, p, delta: dp.write(p.read() * (dp.read() - delta)),
+                "write_scores": lambda product, scores, layout, target: self.copy(None, scores, target),
+            },
+            "backward_store": {"wait_turn": self.wait_turn, "give_turn": lambda turn: turn.add(1)},
+        }  # fmt: skip
+
+    def rows(self, first=0):
+        """Rows of a tile, of the warpgroup's that begin at ``first``, that the current warp holds."""
+        own = self.simulation.current.rows
+        return slice(own.start + first, own.stop + first)
+
+    def copy(self, atom, source, target, tma_bar_ptr=None):
+        """By TMA, which lands later than the kernel may read; or of registers to a tile."""
+        if tma_bar_ptr is None:
+            self.simulation.point()
+            target[self.rows()] = source.read()
+        else:
+            target[:] = np.nan
+
+            def land():
+                target[:] = source
+                tma_bar_ptr.land()
+
+            self.simulation.loads.waiting.append(land)
+        self.simulation.point()
+
+    def size(self, tensor, mode=None):
+        """Columns of registers; elsewhere one stands for all."""
+        return tensor.read().shape[1] if isinstance(tensor, Registers) else 1
+
+    def make_tensor(self, pointer, layout):
+        return Columns(pointer.registers, pointer.first, layout) if isinstance(pointer, Columns) else pointer
+
+    def local_tile(self, tensor, box, place):
+        """64 rows of a tile; or one of the parts that are a dimension of their own here."""
+        first, *columns = place
+        if columns:
+            return tensor[first * WARPGROUP_ROWS : (first + 1) * WARPGROUP_ROWS]
+        return tensor[first]
+
+    def head_tiles(self, tiled, shared, box, head, batch):
+        return Tiles(tiled.array[batch, :, head], box[0]), shared
+
+    def mask_scores(self, scores, limits, value):
+        visible = np.arange(WARPGROUP_ROWS) < limits[0]
+        scores[0, 0] = np.where(visible, scores[0, 0], value)
+
+    def convert(self, accumulator, dtype, target=None):
+        target = Registers() if target is None else target
+        target.write(accumulator.read().copy())
+        return target
+
+    def write_piece(self, memory, registers, piece, thread=None):
+        self.simulation.point()
+        memory.array[piece][self.rows()] = registers.read()
+        self.simulation.point()
+
+    def read_piece(self, memory, registers, piece):
+        self.simulation.point()
+        registers.write(memory.array[piece][self.rows()].copy())
+        memory.array[piece][self.rows()] = np.nan
+        self.simulation.point()
+
+    def add_shared(self, memory, shared):
+        """A bulk copy: it reads later, and adds later than that."""
+        waiting = self.simulation.current.copies.waiting
+
+        def add():
+            memory.array[:] += shared.array
+            shared.array[:] = np.nan
+
+        waiting.append(add)
+        self.simulation.point()
+
+    def issue(self, first, add, accumulator, a, b):
+        """One group of WGMMAs; operands are read when it runs."""
+        operand = a if isinstance(a, Registers) else None
+        rows = self.rows()
+        accumulator.writers += 1
+        if operand:
+            operand.readers += 1
+
+        def run():
+            product = (operand.values if operand else a.read()[rows]) @ b.read()
+            accumulator.values = product if first == "first" else accumulator.values + product
+            accumulator.writers -= 1
+            if operand:
+                operand.readers -= 1
+
+        self.simulation.current.products.waiting.append(run)
+        self.simulation.point()
+
+    def make_products(self, config, dtype, shared, warpgroup):
+        k, v, q, do, ds = shared
+        first = WARPGROUP_ROWS * warpgroup
+        columns = k.tiles[0].shape[1] // config.column_pieces
+        own_columns = slice(columns * warpgroup, columns * (warpgroup + 1)) if config.column_pieces > 1 else slice(None)
+        queries = first if config.query_pieces > 1 else 0
+        return SimpleNamespace(
+            scores_first="first", scores_add="add", dv_add="add", dk_add="add", dq_first="first", dq_add="add",
+            k=k.operand(lambda tile: tile[first:], 0), v=v.operand(lambda tile: tile[first:], 0),
+            q=q.operand(np.transpose), do=do.operand(np.transpose), q_transposed=q.operand(), do_transposed=do.operand(),
+            ds=ds.operand(lambda tile: tile.T[queries:]), k_transposed=k.operand(lambda tile: tile[:, own_columns], 0),
+        )  # fmt: skip
+
+    def make_dk_from_shared(self, config, dtype, ds, warpgroup):
+        return "add", ds.operand(lambda tile: tile[WARPGROUP_ROWS * warpgroup :])
+
+    def make_role_products(self, config, dtype, scores_of, total_of):
+        (keys, queries), (rows, _) = scores_of, total_of
+        return SimpleNamespace(
+            scores_first="first", scores_add="add", total_add="add",
+            keys=keys.operand(fixed=0), queries=queries.operand(np.transpose), rows=rows.operand(),
+        )  # fmt: skip
+
+    def make_query_products(self, consumer, shared, warpgroup):
+        q, do, k, v = shared
+        return SimpleNamespace(
+            scores_first="first", scores_add="add", dq_add="add", q=q.operand(fixed=warpgroup),
+            do=do.operand(fixed=warpgroup), k=k.operand(np.transpose), v=v.operand(np.transpose), k_transposed=k.operand(),
+        )  # fmt: skip
+
+    def first_queries_of(self, band, first_key, *lengths):
+        return np.array([[band.first_query(first_key + row, *lengths)] for row in range(WARP_ROWS)])
+
+    def own_statistics(self, rows, first, queries):
+        self.simulation.point()
+        return rows[0, first : first + queries].copy()
+
+    def exponentiate(self, scores, lse, limits, scale, masked, polynomials=0, dtype=None):
+        exponents = scores.read() * scale - lse
+        if masked:
+            exponents = np.where(np.arange(exponents.shape[1]) >= limits, exponents, -math.inf)
+        scores.write(np.exp2(exponents))
+
+    def wait_turn(self, turn, expected):
+        self.simulation.point(lambda: turn.get() == expected, f"turn {expected}")
+
+    def own_rows(self, one_row):
+        """QueryConsumer.own_rows for all rows of a warp."""
+
+        def own_rows(consumer, rows, first_row, *lengths):
+            found = [one_row(consumer, rows, first_row + row, *lengths) for row in range(WARP_ROWS)]
+            columns = (np.array([getattr(each, name) for each in found]) for name in found[0]._fields)
+            lse, delta, limits = columns
+            return type(found[0])([lse], [delta], [limits])
+
+        return own_rows

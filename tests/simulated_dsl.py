@@ -1,0 +1,358 @@
+"""A simulation in which the kernels' own source runs on the CPU, to find faults of their protocols without a GPU.
+
+Every warp is an agent, one runs at a time, and chance decides which goes on at each step that others could see. What
+the hardware does on its own (TMA, WGMMA, bulk copies) happens later, in its legal order, as late as chance wills. So a
+wait that is missing or too weak shows in some runs as a deadlock, a barrier that overflows, registers used in flight or
+wrong values: whatever is not there yet is NaN. A seed fixes a whole run.
+
+The kernels see stand-ins for cutlass. Their modules are executed again for each simulation, under an import of their
+own: ``sys.modules`` stays as it is, and other tests compile the real kernels in the same process.
+"""
+
+import builtins
+import functools
+import random
+import threading
+from collections import Counter, deque
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+
+KERNELS = Path(__file__).parents[1] / "kernels"
+WARP_THREADS = 32
+SPEEDS = (0.05, 0.3, 1.0, 1.0, 5.0)  # how often an agent or a kind of hardware goes on, relative to others
+
+
+class ProtocolError(Exception):
+    """What the kernels must never do."""
+
+
+class Abandoned(BaseException):
+    """Ends the agents that are left behind an error; no ``except Exception`` may hold it."""
+
+
+class Agent:
+    """A warp, in a thread of its own that waits for its turns."""
+
+    def __init__(self, simulation, cta, warp, body):
+        self.simulation, self.cta, self.warp, self.body = simulation, cta, warp, body
+        self.speed = simulation.chance.choice(SPEEDS)
+        self.products, self.copies = Stream(simulation, "products"), Stream(simulation, "copies")
+        self.ready, self.waits_for, self.done = None, "", False
+        self.turn = threading.Semaphore(0)
+        self.thread = threading.Thread(target=self.live, daemon=True)
+        self.thread.start()
+
+    @property
+    def rows(self):
+        """Of the 64 rows of its warpgroup, those that this warp holds."""
+        return slice(16 * (self.warp % 4), 16 * (self.warp % 4) + 16)
+
+    def live(self):
+        self.turn.acquire()
+        try:
+            if self.simulation.error is None:
+                self.body()
+        except Abandoned:
+            pass
+        except Exception as error:
+            self.simulation.error = self.simulation.error or error
+        self.done = True
+        self.simulation.turn.release()
+
+    def can_go_on(self):
+        return not self.done and (self.ready is None or self.ready())
+
+
+class Stream:
+    """What hardware does on its own: the WGMMA groups of a warp or its bulk copies, one behind the other, and all TMA
+    loads in any order.
+    """
+
+    def __init__(self, simulation, kind, ordered=True):
+        self.chance, self.kind, self.ordered, self.waiting = simulation.chance, kind, ordered, deque()
+        simulation.streams.append(self)
+
+    def proceed(self):
+        if not self.ordered:
+            self.waiting.rotate(self.chance.randrange(len(self.waiting)))
+        self.waiting.popleft()()
+
+
+class Simulation:
+    def __init__(self, seed):
+        self.chance = random.Random(seed)
+        self.speeds = {kind: self.chance.choice(SPEEDS) for kind in ("loads", "products", "copies")}
+        self.agents, self.streams, self.ctas = [], [], []
+        self.loads = Stream(self, "loads", ordered=False)
+        self.turn, self.current, self.error = threading.Semaphore(0), None, None
+
+    def add_warp(self, cta, warp, body):
+        self.agents.append(Agent(self, cta, warp, body))
+
+    def point(self, ready=None, waits_for=""):
+        """The running agent: a step that others could see, where they may go on first. ``ready``: what it needs."""
+        agent = self.current
+        if ready is None and self.chance.random() < 0.5:
+            return
+        agent.ready, agent.waits_for = ready, waits_for
+        self.turn.release()
+        agent.turn.acquire()
+        if self.error is not None:
+            raise Abandoned
+
+    def run(self):
+        """All agents to their ends; raises the first error."""
+        while self.error is None and not all(agent.done for agent in self.agents):
+            self.step()
+        for agent in self.agents:
+            while not agent.done:
+                self.give_turn(agent)
+            agent.thread.join()
+        if self.error is not None:
+            raise self.error
+        for stream in self.streams:
+            while stream.waiting:
+                stream.proceed()
+        for cta in self.ctas:
+            cta.check_end()
+
+    def step(self):
+        agents = [agent for agent in self.agents if agent.can_go_on()]
+        streams = [stream for stream in self.streams if stream.waiting]
+        if not agents and not streams:
+            stuck = "; ".join(f"{a.cta.index}.{a.warp}: {a.waits_for}" for a in self.agents if not a.done)
+            self.error = ProtocolError(f"deadlock: {stuck}")
+            return
+        speeds = [agent.speed for agent in agents] + [self.speeds[stream.kind] for stream in streams]
+        (chosen,) = self.chance.choices(agents + streams, speeds)
+        if isinstance(chosen, Agent):
+            self.give_turn(chosen)
+        else:
+            chosen.proceed()
+
+    def give_turn(self, agent):
+        agent.ready, self.current = None, agent
+        agent.turn.release()
+        self.turn.acquire()
+
+    def wait_until_left(self, stream, groups):
+        """All but the last ``groups`` of a stream are done."""
+        self.point()
+        self.point(lambda: len(stream.waiting) <= groups, f"{stream.kind} done but {groups}")
+
+
+def require(holds, message):
+    if not holds:
+        raise ProtocolError(message)
+
+
+class Cta:
+    """One CTA: its named barriers and its pipelines."""
+
+    def __init__(self, simulation, index):
+        self.simulation, self.index = simulation, index
+        self.arrived, self.generation, self.sizes, self.pipes = {}, Counter(), {}, []
+        simulation.ctas.append(self)
+
+    def arrive(self, barrier, threads):
+        """The current warp at a named barrier; returns the generation to which it belongs."""
+        simulation = self.simulation
+        simulation.point()
+        warp, warps = simulation.current.warp, self.arrived.setdefault(barrier, set())
+        require(warp not in warps, f"warp {warp} twice at barrier {barrier}")
+        require(not warps or self.sizes[barrier] == threads, f"barrier {barrier} of two sizes")
+        warps.add(warp)
+        generation, self.sizes[barrier] = self.generation[barrier], threads
+        if WARP_THREADS * len(warps) == threads:
+            warps.clear()
+            self.generation[barrier] += 1
+        return generation
+
+    def wait(self, barrier, threads):
+        generation = self.arrive(barrier, threads)
+        self.simulation.point(lambda: self.generation[barrier] > generation, f"barrier {barrier}")
+
+    def check_end(self):
+        """A barrier that is left half full makes the next use of the same shared memory wrong."""
+        require(not any(self.arrived.values()), f"barriers left half full: {self.arrived}")
+        for pipe in self.pipes:
+            require(all(barrier.fresh for barrier in pipe.full + pipe.empty), f"{pipe.name} left half full")
+
+
+class MemoryBarrier:
+    """An mbarrier: its phase ends when all have arrived and all copies that they announced have landed."""
+
+    def __init__(self, arrivals):
+        self.arrivals = self.missing = arrivals
+        self.phase, self.copies = 0, 0
+
+    @property
+    def fresh(self):
+        return self.missing == self.arrivals and self.copies == 0
+
+    def arrive(self, copies=0):
+        require(self.missing > 0, "too many arrivals")
+        self.missing -= 1
+        self.land(-copies)
+
+    def land(self, copies=1):
+        self.copies -= copies
+        if self.missing == 0 and self.copies == 0:
+            self.phase, self.missing = self.phase ^ 1, self.arrivals
+
+    def passed(self, parity):
+        return self.phase != parity
+
+
+class Pipe:
+    """As cutlass.pipeline's: by TMA where a stage takes ``copies`` of them, else by arrivals alone."""
+
+    def __init__(self, cta, name, stages, readers, copies=1):
+        self.simulation, self.name, self.copies = cta.simulation, name, copies
+        self.full = [MemoryBarrier(1) for _ in range(stages)]
+        self.empty = [MemoryBarrier(readers) for _ in range(stages)]
+        cta.pipes.append(self)
+
+    def wait(self, barrier, state, what):
+        phase = state.phase
+        self.simulation.point(lambda: barrier.passed(phase), f"{self.name} {what}")
+
+    def producer_acquire(self, state):
+        self.wait(self.empty[state.index], state, "free")
+        if self.copies:
+            self.full[state.index].arrive(self.copies)
+
+    def producer_get_barrier(self, state):
+        return self.full[state.index]
+
+    def producer_commit(self, state):
+        if not self.copies:
+            self.full[state.index].arrive()
+        self.simulation.point()
+
+    def consumer_wait(self, state):
+        self.wait(self.full[state.index], state, "full")
+
+    def consumer_release(self, state):
+        self.simulation.point()
+        self.empty[state.index].arrive()
+        self.simulation.point()
+
+
+class PipelineState:
+    def __init__(self, stages, index, phase):
+        self.stages, self.index, self.phase = stages, index, phase
+
+    def clone(self):
+        return PipelineState(self.stages, self.index, self.phase)
+
+    def advance(self):
+        self.index += 1
+        if self.index == self.stages:
+            self.index, self.phase = 0, self.phase ^ 1
+
+
+class Unused:
+    """Whatever the simulated code names but does not need: annotations, decorators, marks."""
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Unused()
+
+    def __call__(self, *arguments, **options):
+        return Unused()
+
+    def __getitem__(self, place):
+        return Unused()
+
+    def __or__(self, other):
+        return self
+
+
+class StandIn(Unused):
+    def __init__(self, **known):
+        self.__dict__.update(known)
+
+
+def identity(value, *_, **__):
+    return value
+
+
+def select(condition, true, false):
+    return np.where(condition, true, false) if isinstance(condition, np.ndarray) else (true if condition else false)
+
+
+def make_cutlass(simulation, cute):
+    """The stand-in for cutlass. ``cute``: what its tensors need; the simulated memory is not this file's."""
+
+    def agent():
+        return simulation.current
+
+    def atomic_add(pointer, value, **_):
+        simulation.point()
+        return pointer.add(value)
+
+    arch = StandIn(
+        thread_idx=lambda: (WARP_THREADS * agent().warp, 0, 0),
+        warp_idx=lambda: agent().warp,
+        lane_idx=lambda: 0,
+        block_idx=lambda: (agent().cta.index, 0, 0),
+        grid_dim=lambda: (len(simulation.ctas), 1, 1),
+        make_warp_uniform=identity,
+        shuffle_sync=identity,
+        barrier=lambda barrier_id, number_of_threads: agent().cta.wait(barrier_id, number_of_threads),
+        barrier_arrive=lambda barrier_id, number_of_threads: agent().cta.arrive(barrier_id, number_of_threads),
+        atomic_add=atomic_add,
+        cp_async_bulk_wait_group=lambda groups, read: simulation.wait_until_left(agent().copies, groups),
+    )
+    wgmma = StandIn(wait_group=lambda groups: simulation.wait_until_left(agent().products, groups))
+    user = SimpleNamespace(Producer=1, Consumer=0)
+    pipeline = StandIn(
+        PipelineUserType=user, make_pipeline_state=lambda first_phase, stages: PipelineState(stages, 0, first_phase)
+    )
+    numbers = dict.fromkeys(("range", "range_constexpr"), lambda *bounds, **_: range(*bounds))
+    cute = StandIn(jit=identity, kernel=identity, arch=arch, nvgpu=StandIn(warpgroup=wgmma), **cute)
+    return StandIn(
+        cute=cute, pipeline=pipeline, Int32=int, Float32=float, Boolean=bool, const_expr=identity, min=min, max=max,
+        select_=select, **numbers,
+    )  # fmt: skip
+
+
+@functools.cache
+def compiled(name, edits):
+    source = (KERNELS / f"{name}.py").read_text()
+    for old, new in edits:
+        if source.count(old) != 1:
+            raise ValueError(f"{name}.py holds {source.count(old)} times, not once: {old}")
+        source = source.replace(old, new)
+    return compile(source, str(KERNELS / f"{name}.py"), "exec")
+
+
+class Kernels:
+    """The modules of kernels/, as they are but for ``edits`` {module: ((old text, new text), ...)} and
+    ``replacements`` {module: {name: value}} of what is below the protocols, such as the layout of tensors.
+    """
+
+    def __init__(self, cutlass, replacements, edits=()):
+        self.cutlass, self.replacements, self.edits = cutlass, replacements, dict(edits)
+        self.modules = {}
+
+    def __getitem__(self, name):
+        if name not in self.modules:
+            module = self.modules[name] = ModuleType(f"simulated_{name}")
+            module.__builtins__ = {**vars(builtins), "__import__": self.find}
+            exec(compiled(name, self.edits.get(name, ())), module.__dict__)
+            module.__dict__.update(self.replacements.get(name, {}))
+        return self.modules[name]
+
+    def find(self, name, variables=None, local=None, names=(), level=0):
+        """As __import__: a package's root where no ``names`` are taken from it."""
+        if level:
+            return self[name]
+        root, *path = name.split(".")
+        if root not in ("cutlass", "cuda"):
+            return builtins.__import__(name, variables, local, names, level)
+        return functools.reduce(getattr, path if names else (), self.cutlass)

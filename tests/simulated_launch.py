@@ -1,0 +1,243 @@
+"""Launches of the backward's kernels on the simulation, and the gradients that they must give."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from simulated_backward import WARPGROUP_ROWS, Memory, Replacements, Stages, Tensor
+from simulated_dsl import Cta, Kernels, Pipe, Simulation, make_cutlass, require
+
+HEAD_DIM, HEAD_DIM_V = 4, 3  # columns; dQ's must divide into the pieces and parts of every kernel
+WARPGROUP_WARPS, CONSUMER_WARPS = 4, range(4, 12)
+SCALE_LOG2, SCALE = 0.7, 0.5
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a launch computes, and how it is divided."""
+
+    batch: int
+    seqlen_q: int
+    seqlen_k: int
+    heads_k: int
+    group: int  # query heads of a K/V head
+    right: int | None  # bound of the band; None: there is none
+    ctas: int
+    section: int
+    split: int = 1  # parts of a group
+
+    @property
+    def heads(self):
+        return self.heads_k * self.group
+
+    @property
+    def bounded(self):
+        return self.right is not None
+
+
+class Problem:
+    """Inputs, row statistics and the gradients, in float64."""
+
+    def __init__(self, shape, seed):
+        normal = np.random.default_rng(seed).normal
+        rows, keys = (shape.batch, shape.seqlen_q, shape.heads), (shape.batch, shape.seqlen_k, shape.heads_k)
+        self.shape = shape
+        self.q, self.do = normal(size=(*rows, HEAD_DIM)), normal(size=(*rows, HEAD_DIM_V))
+        self.k, self.v = normal(size=(*keys, HEAD_DIM)), normal(size=(*keys, HEAD_DIM_V))
+        k, v = (np.repeat(x, shape.group, 2) for x in (self.k, self.v))
+        distance = np.arange(shape.seqlen_k) - np.arange(shape.seqlen_q)[:, None]
+        seen = distance <= shape.seqlen_k - shape.seqlen_q + (shape.right if shape.bounded else shape.seqlen_q)
+        scores = np.where(seen, np.einsum("bqhd,bkhd->bhqk", self.q, k) * SCALE_LOG2, -np.inf)
+        total = np.exp2(scores).sum(-1)
+        self.lse = np.log2(total, out=np.full_like(total, np.inf), where=total > 0)
+        p = np.exp2(scores - self.lse[..., None])
+        dp = np.einsum("bqhd,bkhd->bhqk", self.do, v)
+        # As if a gradient of the LSE came in: else keys past the end would not show where P is not masked
+        self.delta = np.where(total > 0, (p * dp).sum(-1) + normal(size=total.shape), 0)
+        ds = p * (dp - self.delta[..., None])
+        heads = (shape.batch, shape.seqlen_k, shape.heads_k, shape.group, -1)
+        self.dq = np.einsum("bhqk,bkhd->bqhd", ds, k) * SCALE
+        self.dk = np.einsum("bhqk,bqhd->bkhd", ds, self.q).reshape(heads).sum(3) * SCALE
+        self.dv = np.einsum("bhqk,bqhd->bkhd", p, self.do).reshape(heads).sum(3)
+
+    def statistics(self, queries):
+        """(batch, steps, heads, LSE and delta of a step's queries)."""
+        shape = self.shape
+        steps = -(-shape.seqlen_q // queries)
+        padding = ((0, 0), (0, 0), (0, steps * queries - shape.seqlen_q))
+        padded = np.pad(self.lse, padding, constant_values=np.inf), np.pad(self.delta, padding)
+        parts = [x.reshape(shape.batch, shape.heads, steps, queries) for x in padded]
+        return np.concatenate(parts, -1).swapaxes(1, 2)
+
+    def check(self, **gradients):
+        for name, found in gradients.items():
+            np.testing.assert_allclose(found, getattr(self, name), rtol=0, atol=1e-9, err_msg=name)
+
+
+class Launch:
+    """The CTAs of one kernel, and its modules with ``edits`` in their text."""
+
+    def __init__(self, problem, seed, edits=()):
+        self.problem, self.simulation = problem, Simulation(seed)
+        self.replacements = Replacements(self.simulation)
+        cutlass = make_cutlass(self.simulation, self.replacements.cute())
+        self.kernels = Kernels(cutlass, self.replacements.modules(), edits)
+        self.counter = Memory(np.zeros(2, int))
+
+    def add_warps(self, cta, warps, role, *arguments):
+        for warp in warps:
+            self.simulation.add_warp(cta, warp, lambda: role.run(*arguments))
+
+    def queue(self, cta, dynamic, readers):
+        pipe = Pipe(cta, "queue", 2, readers, copies=0) if dynamic else None
+        return self.kernels["schedule"].TileQueue(self.counter, [None, None], pipe)
+
+    def band(self, config):
+        return self.kernels["blocks"].Band(config.tile_n, config.right_bound)
+
+    def run(self):
+        self.simulation.run()
+        require(not self.counter.array.any(), "the tile counter is not left at 0")
+
+
+def run_queries(problem, seed, edits=(), head_dim=256):
+    """The kernel of dQ."""
+    launch, shape = Launch(problem, seed, edits), problem.shape
+    kernels = launch.kernels
+    config = kernels["query_config"].QueryConfig("bfloat16", head_dim, head_dim, shape.bounded)
+    schedule = kernels["schedule"].Schedule(config.tile_m, config.dynamic, descending=config.dynamic)
+    band = launch.band(config)
+    class_of_consumer = kernels["query_consume"].QueryConsumer
+    class_of_consumer.own_rows = launch.replacements.own_rows(class_of_consumer.own_rows)
+    class_of_consumer.make_products = launch.replacements.make_query_products
+    producer = kernels["query_load"].QueryProducer(config, band, schedule)
+    consumer = class_of_consumer(config, None, band, schedule, WARPGROUP_ROWS)
+    run = kernels["args"].RunTime(SCALE_LOG2, shape.right or 0, shape.section)
+    tensors = [Tensor(x) for x in (problem.q, problem.do, problem.k, problem.v)]
+    rows, dq = Memory(problem.statistics(WARPGROUP_ROWS).swapaxes(1, 2)), Memory(np.full_like(problem.q, np.nan))
+    stages = ((2, HEAD_DIM), (2, HEAD_DIM_V), (config.stages, HEAD_DIM), (config.value_stages, HEAD_DIM_V))
+    readers = len(CONSUMER_WARPS)
+    for index in range(shape.ctas):
+        cta = Cta(launch.simulation, index)
+        shared = [Stages.new(count, WARPGROUP_ROWS, columns) for count, columns in stages]
+        pipes = (
+            Pipe(cta, "Q", 2, WARPGROUP_WARPS, copies=2),
+            Pipe(cta, "K", config.stages, readers),
+            Pipe(cta, "V", config.value_stages, readers),
+        )
+        queue = launch.queue(cta, config.dynamic, readers)
+        launch.add_warps(cta, [0], producer, tensors, shared, pipes, queue, run)
+        launch.add_warps(cta, CONSUMER_WARPS, consumer, tensors, rows, dq, SCALE, shared, pipes, queue, run)
+    launch.run()
+    problem.check(dq=dq.array)
+
+
+class KeysLaunch(Launch):
+    """The main kernel: dK and dV, and dQ where its configuration has sums."""
+
+    def __init__(self, problem, seed, edits, head_dims, tile_m=WARPGROUP_ROWS, deterministic=False):
+        super().__init__(problem, seed, edits)
+        shape, kernels = problem.shape, self.kernels
+        split = shape.split > 1
+        options = (tile_m, 2, deterministic, split)
+        self.config = config = kernels["config"].BackwardConfig("bfloat16", *head_dims, shape.bounded, *options)
+        self.band = self.band(config)
+        self.schedule = kernels["schedule"].Schedule(config.tile_n, config.dynamic, config.descending)
+        self.steps, self.tiles = (-(-length // tile) for length, tile in self.lengths_and_tiles())
+        self.run_time = kernels["args"].BackwardRunTime(
+            SCALE_LOG2, SCALE, shape.right or 0, shape.section * shape.split, shape.heads_k * shape.split
+        )
+        rows = problem.statistics(tile_m)
+        self.tensors = [Tensor(x) for x in (problem.k, problem.v, problem.q, problem.do, rows)]
+        self.lengths = shape.seqlen_q, shape.seqlen_k, shape.heads, shape.heads_k, shape.batch
+        self.outputs = [Memory(np.full(self.output_shape(x), np.nan)) for x in (problem.k, problem.v)]
+        # dQ: a piece of each warpgroup, in parts
+        parts = (config.sum_rounds, WARPGROUP_ROWS, HEAD_DIM // config.column_pieces // config.sum_rounds)
+        pieces = (shape.batch, shape.heads, self.steps, config.consumer_warpgroups)
+        self.sums, self.turns = Memory(np.zeros((*pieces, *parts))), Memory(np.zeros(pieces, int))
+
+    def lengths_and_tiles(self):
+        shape = self.problem.shape
+        return (shape.seqlen_q, self.config.tile_m), (shape.seqlen_k, self.config.tile_n)
+
+    def output_shape(self, keys):
+        """Of dK or dV: as K's or V's, or parts of float32 in the order of registers."""
+        shape, columns = self.problem.shape, keys.shape[-1]
+        if shape.split == 1:
+            return keys.shape
+        pieces = self.config.tile_n // WARPGROUP_ROWS
+        return shape.batch, shape.heads_k, shape.split, self.tiles, pieces, WARPGROUP_ROWS, columns
+
+    def add_cta(self, index):
+        config, kernels = self.config, self.kernels
+        cta = Cta(self.simulation, index)
+        consumers = len(CONSUMER_WARPS)
+        stages = (
+            (1, config.tile_n, HEAD_DIM),
+            (1, config.tile_n, HEAD_DIM_V),
+            (config.stages, config.tile_m, HEAD_DIM),
+            (config.do_stages, config.tile_m, HEAD_DIM_V),
+            (config.stages, 1, config.row_floats),
+        )
+        shared = [Stages.new(*sizes) for sizes in stages]
+        pipes = (
+            Pipe(cta, "K", 1, consumers),
+            Pipe(cta, "V", 1, consumers),
+            Pipe(cta, "Q", config.stages, consumers, copies=2),
+            Pipe(cta, "dO", config.do_stages, consumers),
+        )
+        queue = self.queue(cta, config.dynamic, consumers + config.sums * config.consumer_warpgroups)
+        role = (config, None, self.band, self.schedule)
+        producer = kernels["backward_load"].BackwardProducer(config, self.band, self.schedule)
+        self.add_warps(cta, [0], producer, self.tensors, shared, pipes, queue, self.run_time)
+        if config.roles:
+            p = Memory(np.full((2, WARPGROUP_ROWS, config.tile_m), np.nan))
+            roles = kernels["backward_roles"]
+            warps = CONSUMER_WARPS[:WARPGROUP_WARPS], CONSUMER_WARPS[WARPGROUP_WARPS:]
+            dk, dv = self.outputs
+            for own, name, output in zip(warps, ("ProbabilityRole", "GradientRole"), (dv, dk), strict=True):
+                consumer = getattr(roles, name)(*role)
+                self.add_warps(cta, own, consumer, self.lengths, output, (*shared, p), pipes, queue, self.run_time)
+            return
+        ds = Stages.new(config.score_stages, config.tile_n, config.tile_m)
+        dq = Memory(np.full((config.consumer_warpgroups, *self.sums.shape[-2:]), np.nan))
+        steps = "EarlySums" if config.early_sums else "LateSums"
+        module, name = ("backward_wide", "WideConsumer") if config.wide else ("backward_steps", steps)
+        consumer = getattr(kernels[module], name)(*role)
+        given = self.lengths, self.outputs, (*shared, ds, dq), pipes, queue, self.run_time
+        self.add_warps(cta, CONSUMER_WARPS, consumer, *given)
+        store = kernels["backward_store"].SumStore(config, self.band, self.schedule)
+        for warpgroup in range(config.consumer_warpgroups):
+            given = self.lengths, self.sums, self.turns, dq, queue, self.run_time, warpgroup
+            self.add_warps(cta, [1 + warpgroup], store, *given)
+
+    def gradients(self):
+        """What the launch gave, by name."""
+        dk, dv = (output.array for output in self.outputs)
+        found = {"dk": dk, "dv": dv}
+        if self.problem.shape.split > 1:
+            found = {"dk": self.added_parts(dk) * SCALE, "dv": self.added_parts(dv)}
+        return {**found, "dq": self.added_pieces() * SCALE} if self.config.sums else found
+
+    def added_parts(self, parts):
+        batch, heads, _, _, _, _, columns = parts.shape
+        keys = parts.sum(2).reshape(batch, heads, -1, columns)
+        return keys[:, :, : self.problem.shape.seqlen_k].swapaxes(1, 2)
+
+    def added_pieces(self):
+        """dQ from its pieces: (batch, heads, steps, pieces, parts, 64 queries, columns)."""
+        batch, heads, *_ = self.sums.shape
+        by_rows = self.sums.array.transpose(0, 1, 2, 3, 5, 4, 6)
+        if self.config.column_pieces > 1:
+            by_rows = self.sums.array.transpose(0, 1, 2, 5, 3, 4, 6)
+        queries = by_rows.reshape(batch, heads, -1, HEAD_DIM)
+        return queries[:, :, : self.problem.shape.seqlen_q].swapaxes(1, 2)
+
+
+def run_keys(problem, seed, edits=(), **options):
+    launch = KeysLaunch(problem, seed, edits, **options)
+    shape = problem.shape
+    tiles = launch.tiles * shape.heads_k * shape.split * shape.batch
+    for index in range(tiles if launch.config.turns else shape.ctas):
+        launch.add_cta(index)
+    launch.run()
+    problem.check(**launch.gradients())

@@ -1,0 +1,149 @@
+"""Protocols of the backward's kernels, executed warp by warp under many orders of events: simulated_dsl.py says how."""
+
+import random
+import sys
+from functools import partial
+
+import pytest
+from simulated_dsl import ProtocolError
+from simulated_launch import Problem, Shape, run_keys, run_queries
+
+LENGTHS = (1, 7, 63, 64, 65, 128, 130, 200, 257)
+SEEDS = range(12)
+KINDS = {
+    "queries": run_queries,
+    "queries, V twice": partial(run_queries, head_dim=192),
+    "roles": partial(run_keys, head_dims=(256, 256)),
+    "early sums": partial(run_keys, head_dims=(128, 128)),
+    "early sums, in order": partial(run_keys, head_dims=(128, 128), deterministic=True),
+    "late sums": partial(run_keys, head_dims=(64, 64), tile_m=128),
+    "wide": partial(run_keys, head_dims=(192, 128)),
+    "wide, dO once": partial(run_keys, head_dims=(160, 160)),
+}
+# Faults, each a change in a kernel's text: {name: (kind, module, text, text instead)}
+FAULTS = {
+    "an arrival is left out": (
+        "roles", "backward_roles", "arrive(RoleBarrier.TAKEN, state.parity)", "pass"
+    ),
+    "a wait is left out": (
+        "roles", "backward_roles", "wait(RoleBarrier.TAKEN, state.parity)", "pass"
+    ),
+    "a barrier is left half full": (
+        "roles", "backward_roles", "wait(RoleBarrier.TAKEN, Int32(parity))", "pass"
+    ),
+    "two barriers share ids": (
+        "roles", "barriers", "TAKEN = 3", "TAKEN = 2"
+    ),
+    "dO is given back under dP": (
+        "roles", "backward_roles",
+        "if const_expr(first):\n            wgmma.wait_group(0)\n        else:\n            wgmma.wait_group(1)\n"
+        "        memory.do_pipe.consumer_release(state.do)\n        # Under dK",
+        "memory.do_pipe.consumer_release(state.do)\n        wgmma.wait_group(0)",
+    ),
+    "Q is given back under dK": (
+        "roles", "backward_roles",
+        "self.issue_total(products, total, operand, state.q.index)\n        wgmma.wait_group(0)\n"
+        "        release_queries(memory.q_pipe, state.q)",
+        "self.issue_total(products, total, operand, state.q.index)\n"
+        "        release_queries(memory.q_pipe, state.q)\n        wgmma.wait_group(0)",
+    ),
+    "a wait for products is too weak": (
+        "queries", "query_consume", "wgmma.wait_group(1)", "wgmma.wait_group(2)"
+    ),
+    "K is given back under dQ": (
+        "queries", "query_consume",
+        "wgmma.wait_group(1)\n        if const_expr(not first):\n            k_pipe.consumer_release(before)",
+        "if const_expr(not first):\n            k_pipe.consumer_release(before)\n        wgmma.wait_group(1)",
+    ),
+    "V is given back twice": (
+        "queries", "query_consume",
+        "v_pipe.consumer_release(v_state)", "v_pipe.consumer_release(v_state)\n        v_pipe.consumer_release(v_state)",
+    ),
+    "V is read before it is there": (
+        "queries", "query_consume",
+        "v_pipe.consumer_wait(v_state)\n        wgmma.fence()", "wgmma.fence()",
+    ),
+    "a tile that sees no key skips Q": (
+        "queries", "query_consume",
+        "q_pipe.consumer_wait(q_state)\n            if blocks[1] > 0:",
+        "if blocks[1] > 0:\n                q_pipe.consumer_wait(q_state)",
+    ),
+    "a slot of the queue is kept": (
+        "queries", "schedule", "queue.pipe.consumer_release(state)", "pass"
+    ),
+    "the producer goes one block too far": (
+        "roles", "backward_load",
+        "cutlass.range(first, end, unroll=1)", "cutlass.range(first, end + 1, unroll=1)",
+    ),
+    "dS has two buffers": (
+        "early sums", "config", "return 2 if self.wide else 3", "return 2"
+    ),
+    "dQ does not wait for the other's dS": (
+        "late sums", "backward_steps",
+        "ds = self.score_gradients(tile, dp, delta)\n        self.wait_scores(warpgroup, state.parity ^ 1)",
+        "ds = self.score_gradients(tile, dp, delta)",
+    ),
+    "a bulk copy still reads": (
+        "early sums", "backward_store", "cute.arch.cp_async_bulk_wait_group(0, read=True)", "pass"
+    ),
+    "dQ's memory is not awaited": (
+        "early sums", "backward_consume",
+        "sums_barrier(BackwardBarrier.SUMS_FREE, warpgroup, arrive=False)\n        write_piece", "write_piece",
+    ),
+    "a turn is given before the sum is there": (
+        "early sums, in order", "backward_store",
+        "cute.arch.cp_async_bulk_wait_group(0, read=False)\n                give_turn(turn[0])", "pass",
+    ),
+    "a warp reads dS that others have yet to write": (
+        "wide", "backward_wide",
+        "cute.arch.barrier(barrier_id=int(WideBarrier.OWN) + warpgroup, number_of_threads=WARPGROUP_THREADS)", "pass",
+    ),
+    "dS is said to be read too early": (
+        "wide", "backward_wide",
+        "wgmma.wait_group(1)\n        self.arrive(warpgroup, state.parity)",
+        "self.arrive(warpgroup, state.parity)\n        wgmma.wait_group(1)",
+    ),
+}  # fmt: skip
+
+
+def problem(seed, causal=None):
+    chance = random.Random(seed)
+    group = chance.choice((1, 1, 2, 3))
+    bounded = chance.random() < 0.6 if causal is None else causal
+    shape = Shape(
+        batch=chance.choice((1, 1, 2)),
+        seqlen_q=chance.choice(LENGTHS),
+        seqlen_k=chance.choice(LENGTHS),
+        heads_k=chance.choice((1, 2)),
+        group=group,
+        right=chance.choice((0, 0, 1, 64)) if bounded else None,
+        ctas=chance.choice((1, 2)),
+        section=chance.choice((1, 2)),
+        # Every part has heads
+        split=chance.choice([parts for parts in (1, group) if parts <= group]),
+    )
+    return Problem(shape, seed)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_whatever_the_order(kind, seed):
+    KINDS[kind](problem(seed), seed)
+
+
+def reports(kind, edits):
+    """What the simulation says of changed kernels; None where a dozen runs show nothing."""
+    for seed in SEEDS:
+        try:
+            KINDS[kind](Problem(Shape(1, 257, 257, 1, 2, 0, 1, 1), seed), seed, edits)
+        except (ProtocolError, AssertionError) as error:
+            return str(error)
+    return None
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_fault_is_reported(fault):
+    kind, module, text, instead = FAULTS[fault]
+    assert reports(kind, {module: ((text, instead),)}) is not None
+
+
