@@ -6,6 +6,8 @@ tensors in memory and registers, and the arithmetic on single registers.
 """
 
 import math
+from collections import defaultdict
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -186,6 +188,7 @@ class Replacements:
 
     def __init__(self, simulation):
         self.simulation = simulation
+        self.additions = defaultdict(list)  # CTAs that added to a piece of dQ, in order
 
     def cute(self):
         return {
@@ -293,13 +296,17 @@ class Replacements:
 
     def add_shared(self, memory, shared):
         """A bulk copy: it reads later, and adds later than that."""
-        waiting = self.simulation.current.copies.waiting
+        agent, target = self.simulation.current, memory.array
 
-        def add():
-            memory.array[:] += shared.array
+        def add(values):
+            target[:] += values
+            self.additions[target.ctypes.data].append(agent.cta.index)
+
+        def read():
+            agent.sums.waiting.append(partial(add, shared.array.copy()))
             shared.array[:] = np.nan
 
-        waiting.append(add)
+        agent.reads.waiting.append(read)
         self.simulation.point()
 
     def issue(self, first, add, accumulator, a, b):
@@ -329,7 +336,8 @@ class Replacements:
         return SimpleNamespace(
             scores_first="first", scores_add="add", dv_add="add", dk_add="add", dq_first="first", dq_add="add",
             k=k.operand(lambda tile: tile[first:], 0), v=v.operand(lambda tile: tile[first:], 0),
-            q=q.operand(np.transpose), do=do.operand(np.transpose), q_transposed=q.operand(), do_transposed=do.operand(),
+            q=q.operand(np.transpose), do=do.operand(np.transpose),
+            q_transposed=q.operand(), do_transposed=do.operand(),
             ds=ds.operand(lambda tile: tile.T[queries:]), k_transposed=k.operand(lambda tile: tile[:, own_columns], 0),
         )  # fmt: skip
 
@@ -343,11 +351,12 @@ class Replacements:
             keys=keys.operand(fixed=0), queries=queries.operand(np.transpose), rows=rows.operand(),
         )  # fmt: skip
 
-    def make_query_products(self, consumer, shared, warpgroup):
+    def make_query_products(self, shared, warpgroup):
         q, do, k, v = shared
         return SimpleNamespace(
             scores_first="first", scores_add="add", dq_add="add", q=q.operand(fixed=warpgroup),
-            do=do.operand(fixed=warpgroup), k=k.operand(np.transpose), v=v.operand(np.transpose), k_transposed=k.operand(),
+            do=do.operand(fixed=warpgroup), k=k.operand(np.transpose), v=v.operand(np.transpose),
+            k_transposed=k.operand(),
         )  # fmt: skip
 
     def first_queries_of(self, band, first_key, *lengths):

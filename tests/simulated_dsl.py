@@ -21,7 +21,7 @@ import numpy as np
 
 KERNELS = Path(__file__).parents[1] / "kernels"
 WARP_THREADS = 32
-SPEEDS = (0.05, 0.3, 1.0, 1.0, 5.0)  # how often an agent or a kind of hardware goes on, relative to others
+SPEEDS = (0.05, 0.3, 1.0, 1.0, 5.0)  # how often an agent or a stream goes on, relative to others
 
 
 class ProtocolError(Exception):
@@ -38,7 +38,8 @@ class Agent:
     def __init__(self, simulation, cta, warp, body):
         self.simulation, self.cta, self.warp, self.body = simulation, cta, warp, body
         self.speed = simulation.chance.choice(SPEEDS)
-        self.products, self.copies = Stream(simulation, "products"), Stream(simulation, "copies")
+        # A bulk copy first reads shared memory, then adds to global memory
+        self.products, self.reads, self.sums = (Stream(simulation, kind) for kind in ("products", "reads", "sums"))
         self.ready, self.waits_for, self.done = None, "", False
         self.turn = threading.Semaphore(0)
         self.thread = threading.Thread(target=self.live, daemon=True)
@@ -72,6 +73,7 @@ class Stream:
 
     def __init__(self, simulation, kind, ordered=True):
         self.chance, self.kind, self.ordered, self.waiting = simulation.chance, kind, ordered, deque()
+        self.speed = self.chance.choice(SPEEDS)
         simulation.streams.append(self)
 
     def proceed(self):
@@ -83,7 +85,6 @@ class Stream:
 class Simulation:
     def __init__(self, seed):
         self.chance = random.Random(seed)
-        self.speeds = {kind: self.chance.choice(SPEEDS) for kind in ("loads", "products", "copies")}
         self.agents, self.streams, self.ctas = [], [], []
         self.loads = Stream(self, "loads", ordered=False)
         self.turn, self.current, self.error = threading.Semaphore(0), None, None
@@ -125,8 +126,8 @@ class Simulation:
             stuck = "; ".join(f"{a.cta.index}.{a.warp}: {a.waits_for}" for a in self.agents if not a.done)
             self.error = ProtocolError(f"deadlock: {stuck}")
             return
-        speeds = [agent.speed for agent in agents] + [self.speeds[stream.kind] for stream in streams]
-        (chosen,) = self.chance.choices(agents + streams, speeds)
+        able = agents + streams
+        (chosen,) = self.chance.choices(able, [each.speed for each in able])
         if isinstance(chosen, Agent):
             self.give_turn(chosen)
         else:
@@ -295,6 +296,11 @@ def make_cutlass(simulation, cute):
         simulation.point()
         return pointer.add(value)
 
+    def wait_copies(groups, read):
+        simulation.wait_until_left(agent().reads, groups)
+        if not read:
+            simulation.wait_until_left(agent().sums, groups)
+
     arch = StandIn(
         thread_idx=lambda: (WARP_THREADS * agent().warp, 0, 0),
         warp_idx=lambda: agent().warp,
@@ -306,7 +312,7 @@ def make_cutlass(simulation, cute):
         barrier=lambda barrier_id, number_of_threads: agent().cta.wait(barrier_id, number_of_threads),
         barrier_arrive=lambda barrier_id, number_of_threads: agent().cta.arrive(barrier_id, number_of_threads),
         atomic_add=atomic_add,
-        cp_async_bulk_wait_group=lambda groups, read: simulation.wait_until_left(agent().copies, groups),
+        cp_async_bulk_wait_group=wait_copies,
     )
     wgmma = StandIn(wait_group=lambda groups: simulation.wait_until_left(agent().products, groups))
     user = SimpleNamespace(Producer=1, Consumer=0)

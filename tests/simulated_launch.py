@@ -241,3 +241,6 @@ def run_keys(problem, seed, edits=(), **options):
         launch.add_cta(index)
     launch.run()
     problem.check(**launch.gradients())
+    if launch.config.turns:
+        orders = launch.replacements.additions.values()
+        require(all(order == sorted(order) for order in orders), "dQ is not summed in the order of the launch")
