@@ -11,7 +11,7 @@ from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
-from simulated_dsl import StandIn, identity, require
+from simulated_dsl import StandIn, Stream, identity, require
 
 WARPGROUP_ROWS, WARP_ROWS = 64, 16
 
@@ -254,7 +254,7 @@ class Replacements:
                 target[:] = source
                 tma_bar_ptr.land()
 
-            self.simulation.loads.waiting.append(land)
+            Stream(self.simulation, "load", once=True).waiting.append(land)
         self.simulation.point()
 
     def size(self, tensor, mode=None):

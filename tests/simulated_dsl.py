@@ -5,6 +5,9 @@ the hardware does on its own (TMA, WGMMA, bulk copies) happens later, in its leg
 wait that is missing or too weak shows in some runs as a deadlock, a barrier that overflows, registers used in flight or
 wrong values: whatever is not there yet is NaN. A seed fixes a whole run.
 
+Not simulated: fences between proxies, bytes of transactions, the layout of registers. A warp's products read its own
+rows of A only, so a barrier that is there for the other warps' rows of the same warpgroup is not missed.
+
 The kernels see stand-ins for cutlass. Their modules are executed again for each simulation, under an import of their
 own: ``sys.modules`` stays as it is, and other tests compile the real kernels in the same process.
 """
@@ -67,18 +70,18 @@ class Agent:
 
 
 class Stream:
-    """What hardware does on its own: the WGMMA groups of a warp or its bulk copies, one behind the other, and all TMA
-    loads in any order.
+    """What hardware does on its own, one thing behind the other: the WGMMA groups of a warp, its bulk copies, or
+    ``once`` a TMA load, which others may overtake.
     """
 
-    def __init__(self, simulation, kind, ordered=True):
-        self.chance, self.kind, self.ordered, self.waiting = simulation.chance, kind, ordered, deque()
-        self.speed = self.chance.choice(SPEEDS)
+    def __init__(self, simulation, kind, once=False):
+        self.simulation, self.kind, self.once, self.waiting = simulation, kind, once, deque()
+        self.speed = simulation.chance.choice(SPEEDS)
         simulation.streams.append(self)
 
     def proceed(self):
-        if not self.ordered:
-            self.waiting.rotate(self.chance.randrange(len(self.waiting)))
+        if self.once:
+            self.simulation.streams.remove(self)
         self.waiting.popleft()()
 
 
@@ -86,7 +89,6 @@ class Simulation:
     def __init__(self, seed):
         self.chance = random.Random(seed)
         self.agents, self.streams, self.ctas = [], [], []
-        self.loads = Stream(self, "loads", ordered=False)
         self.turn, self.current, self.error = threading.Semaphore(0), None, None
 
     def add_warp(self, cta, warp, body):
@@ -113,7 +115,7 @@ class Simulation:
             agent.thread.join()
         if self.error is not None:
             raise self.error
-        for stream in self.streams:
+        for stream in list(self.streams):
             while stream.waiting:
                 stream.proceed()
         for cta in self.ctas:
