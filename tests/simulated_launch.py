@@ -3,8 +3,10 @@
 from dataclasses import dataclass
 
 import numpy as np
-from simulated_backward import WARPGROUP_ROWS, Memory, Replacements, Stages, Tensor
-from simulated_dsl import Cta, Kernels, Pipe, Simulation, make_cutlass, require
+from simulated_backward import Replacements
+from simulated_cutlass import Kernels, make_cutlass
+from simulated_dsl import Cta, Pipe, Simulation, require
+from simulated_memory import WARPGROUP_ROWS, Memory, Stages, Tensor
 
 HEAD_DIM, HEAD_DIM_V = 4, 3  # columns; dQ's must divide into the pieces and parts of every kernel
 WARPGROUP_WARPS, CONSUMER_WARPS = 4, range(4, 12)
