@@ -25,6 +25,7 @@ from .backward_role import Memory, Role, State, arrive, wait, words_of
 from .backward_role_products import RoleProducts, make_role_products
 from .backward_scores import differentiate, exponentiate, query_limits, release_queries, write_scores
 from .barriers import RoleBarrier
+from .config import WARPGROUP_THREADS
 from .products import convert, new_left_operand
 from .workspace import read_piece, write_piece
 
@@ -240,6 +241,8 @@ class GradientRole(Role):
         read_piece(memory.p, words_of(p), state.parity)
         differentiate(dp, p, delta)
         convert(dp, self.dtype, target=operand)
-        write_scores(products.scores_first, operand, dp.layout, transposed(memory.ds)[None, None, state.parity])
+        thread = cute.arch.thread_idx()[0] % WARPGROUP_THREADS
+        write_scores(products.scores_first, operand, dp.layout, transposed(memory.ds)[None, None, state.parity], thread)
+        cute.arch.fence_view_async_shared()
         arrive(RoleBarrier.GRADIENTS, state.parity)
         self.meet()
