@@ -18,13 +18,14 @@ from .backward_scores import (
     own_statistics,
     query_limits,
     release_queries,
+    write_scores,
 )
 from .backward_store import sums_barrier
 from .barriers import BackwardBarrier
 from .blocks import Band
 from .config import WARPGROUP_THREADS, WARPS_PER_WARPGROUP, WGMMA_M, BackwardConfig
 from .phases import Phase, begin
-from .products import convert, new_accumulator, new_left_operand, store_copy
+from .products import convert, new_accumulator, new_left_operand
 from .schedule import SLOTS, Schedule, TileQueue
 from .softmax import QUAD
 from .workspace import write_piece
@@ -131,7 +132,8 @@ class BackwardConsumer:
         dk.fill(0.0)
         dv.fill(0.0)
         first_queries = first_queries_of(self.band, first_key, seqlen_q, seqlen_k, run.right)
-        return Tile(dk, dv, self.new_operand(products), first_queries)
+        p = new_left_operand(new_accumulator(products.scores_first, (WGMMA_M, config.tile_m)), self.dtype)
+        return Tile(dk, dv, p, first_queries)
 
     @cute.jit
     def head(
@@ -154,10 +156,8 @@ class BackwardConsumer:
         return self.last_step(products, memory, state, tile, warpgroup)
 
     @cute.jit
-    def last_dq(
-        self, products: BackwardProducts, memory: Memory, state: State, tile: Tile, ds: cute.Tensor, warpgroup: Int32
-    ) -> State:
-        """dQ of a head's last step: there is no next step for it. ``ds``: A of dK, in flight beside dV."""
+    def last_dq(self, products: BackwardProducts, memory: Memory, state: State, warpgroup: Int32) -> State:
+        """dQ of a head's last step, of which dV and dK are in flight: there is no next step for it."""
         wgmma.wait_group(1)
         memory.do_pipe.consumer_release(state.do)
         self.wait_scores(warpgroup, state.parity)
@@ -170,10 +170,6 @@ class BackwardConsumer:
         state.ds.advance()
         # The next head's first step takes the same barriers: the others may only be full when all have passed these
         return State(state.q, state.do, state.ds, state.parity, Boolean(False))
-
-    def new_operand(self, products):
-        """Registers for Pᵀ or dSᵀ in 16 bit."""
-        return new_left_operand(new_accumulator(products.scores_first, (WGMMA_M, self.config.tile_m)), self.dtype)
 
     @cute.jit
     def issue_scores(self, products: BackwardProducts, q_state):
@@ -288,6 +284,5 @@ class BackwardConsumer:
         """A step's dS to shared memory, for both warpgroups' dQ. ``layout``: of its accumulator."""
         buffer = transposed(memory.ds)[None, None, state.ds.index]
         target = cute.local_tile(buffer, (WGMMA_M, self.config.tile_m), (warpgroup, 0))
-        copy = store_copy(products.scores_first, self.dtype, memory.thread)
-        cute.copy(copy, copy.retile(cute.make_tensor(ds.iterator, layout)), copy.partition_D(target))
+        write_scores(products.scores_first, ds, layout, target, memory.thread)
         self.scores_written(warpgroup, state.parity)

@@ -8,7 +8,6 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from .blocks import Band
-from .config import WARPGROUP_THREADS
 from .products import rows_and_columns, store_copy
 from .softmax import QUAD, ROWS
 
@@ -106,11 +105,14 @@ def differentiate(dp: cute.Tensor, p: cute.Tensor, delta: cute.Tensor):
 
 
 @cute.jit
-def write_scores(tiled_mma: cute.TiledMma, operand: cute.Tensor, layout: cutlass.Constexpr, target: cute.Tensor):
-    """A thread's scores in 16 bit to shared memory, where products read them. ``layout``: of their accumulator."""
-    copy = store_copy(tiled_mma, target.element_type, cute.arch.thread_idx()[0] % WARPGROUP_THREADS)
+def write_scores(
+    tiled_mma: cute.TiledMma, operand: cute.Tensor, layout: cutlass.Constexpr, target: cute.Tensor, thread: Int32
+):
+    """A thread's scores in 16 bit to shared memory, where products read them behind a fence. ``layout``: of their
+    accumulator; ``thread``: of the warpgroup.
+    """
+    copy = store_copy(tiled_mma, target.element_type, thread)
     cute.copy(copy, copy.retile(cute.make_tensor(operand.iterator, layout)), copy.partition_D(target))
-    cute.arch.fence_view_async_shared()
 
 
 @cute.jit

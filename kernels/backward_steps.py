@@ -62,7 +62,7 @@ class EarlySums(BackwardConsumer):
         """A head's last step, with its own dQ."""
         ds = self.gradients(products, memory, state, tile, warpgroup)
         self.issue_dk(products, state, tile, ds)
-        return self.last_dq(products, memory, state, tile, ds, warpgroup)
+        return self.last_dq(products, memory, state, warpgroup)
 
     @cute.jit
     def gradients(self, products: BackwardProducts, memory: Memory, state: State, tile: Tile, warpgroup: Int32):
@@ -132,7 +132,7 @@ class LateSums(BackwardConsumer):
         wgmma.wait_group(1)
         if state.follows:
             self.stage_dq(memory, dq, warpgroup)
-        return self.last_dq(products, memory, state, tile, ds, warpgroup)
+        return self.last_dq(products, memory, state, warpgroup)
 
     @cute.jit
     def gradients(self, products: BackwardProducts, memory: Memory, state: State, tile: Tile, warpgroup: Int32):

@@ -186,7 +186,9 @@ class WideConsumer:
         differentiate(dp, p, delta)
         ds = convert(dp, self.dtype)
         self.wait(warpgroup, state.parity ^ 1)
-        write_scores(products.scores_first, ds, dp.layout, memory.ds[None, None, state.parity])
+        thread = cute.arch.thread_idx()[0] % WARPGROUP_THREADS
+        write_scores(products.scores_first, ds, dp.layout, memory.ds[None, None, state.parity], thread)
+        cute.arch.fence_view_async_shared()
         cute.arch.barrier(barrier_id=int(WideBarrier.OWN) + warpgroup, number_of_threads=WARPGROUP_THREADS)
         wgmma.wait_group(0)
         memory.do_pipe.consumer_release(state.do)

@@ -25,8 +25,35 @@ RIGHT_BOUND_REGISTERS = 8
 REGISTERS = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
 
 
+class Checked:
+    """What the configurations have in common: ``rules()`` gives those of one kind of kernel."""
+
+    def check(self):
+        """Raise ValueError, naming the rule, where no kernel can be built from this configuration."""
+        broken = self.broken_rule()
+        if broken is not None:
+            raise ValueError(broken)
+
+    def broken_rule(self):
+        """The first rule that this configuration breaks, in words with what it has instead; None: it is legal."""
+        inputs = (
+            (
+                self.head_dim in HEAD_DIM_CLASSES,
+                f"head_dim class must be one of {HEAD_DIM_CLASSES}, got {self.head_dim}",
+            ),
+            (
+                self.head_dim_v in HEAD_DIM_CLASSES,
+                f"head_dim_v class must be one of {HEAD_DIM_CLASSES}, got {self.head_dim_v}",
+            ),
+            (self.dtype in SHORT_DTYPES, f"dtype must be bfloat16 or float16, got {self.dtype}"),
+        )
+        # The others only where these hold: their arithmetic rests on them
+        broken = (message for holds, message in inputs if not holds)
+        return next(broken, None) or next((message for holds, message in self.rules() if not holds), None)
+
+
 @dataclass(frozen=True)
-class ForwardConfig:
+class ForwardConfig(Checked):
     """One compiled forward kernel. ``head_dim`` and ``head_dim_v`` are tile classes; exact extents are run-time
     values.
     """
@@ -126,24 +153,8 @@ class ForwardConfig:
         probabilities = 0 if self.shared_p else self.tile_n // 4
         return self.registers[1] - scores - probabilities - output - self.other_registers
 
-    def check(self):
-        """Raise ValueError, naming the rule, where no kernel can be built from this configuration."""
-        broken = self.broken_rule()
-        if broken is not None:
-            raise ValueError(broken)
-
-    def broken_rule(self):
-        """The first rule that this configuration breaks, in words with what it has instead; None: it is legal."""
-        rules = (
-            (
-                self.head_dim in HEAD_DIM_CLASSES,
-                f"head_dim class must be one of {HEAD_DIM_CLASSES}, got {self.head_dim}",
-            ),
-            (
-                self.head_dim_v in HEAD_DIM_CLASSES,
-                f"head_dim_v class must be one of {HEAD_DIM_CLASSES}, got {self.head_dim_v}",
-            ),
-            (self.dtype in SHORT_DTYPES, f"dtype must be bfloat16 or float16, got {self.dtype}"),
+    def rules(self):
+        return (
             (self.tile_m in (64, 128, 192), f"tile_m must be 64, 128 or 192, got {self.tile_m}"),
             # 16 is the depth of one WGMMA step of P V; 256 the widest WGMMA.
             (
@@ -170,11 +181,10 @@ class ForwardConfig:
                 "registers of a thread at launch",
             ),
         )
-        return next((message for holds, message in rules if not holds), None)
 
 
 @dataclass(frozen=True)
-class BackwardConfig:
+class BackwardConfig(Checked):
     """One compiled backward kernel. A CTA owns ``tile_n`` keys, 64 a consumer warpgroup, whose dK and dV stay in
     registers while it visits the queries that see them, ``tile_m`` at a time.
     """
@@ -340,24 +350,8 @@ class BackwardConfig:
         rows = 256 + self.stages * self.row_floats * FLOAT_BYTES
         return -(-rows // SHARED_ALIGNMENT) * SHARED_ALIGNMENT + keys + queries + scores + sums
 
-    def check(self):
-        """Raise ValueError, naming the rule, where no kernel can be built from this configuration."""
-        broken = self.broken_rule()
-        if broken is not None:
-            raise ValueError(broken)
-
-    def broken_rule(self):
-        """The first rule that this configuration breaks, in words with what it has instead; None: it is legal."""
-        rules = (
-            (
-                self.head_dim in HEAD_DIM_CLASSES,
-                f"head_dim class must be one of {HEAD_DIM_CLASSES}, got {self.head_dim}",
-            ),
-            (
-                self.head_dim_v in HEAD_DIM_CLASSES,
-                f"head_dim_v class must be one of {HEAD_DIM_CLASSES}, got {self.head_dim_v}",
-            ),
-            (self.dtype in SHORT_DTYPES, f"dtype must be bfloat16 or float16, got {self.dtype}"),
+    def rules(self):
+        return (
             (
                 self.tile_m == WGMMA_M or (self.tile_m == 2 * WGMMA_M and not self.wide),
                 f"tile_m must be 64, or 128 at head dims up to 128, got {self.tile_m}",
@@ -368,4 +362,3 @@ class BackwardConfig:
                 f"shared memory must be at most {SHARED_MEMORY_LIMIT} bytes, got {self.smem_bytes()}",
             ),
         )
-        return next((message for holds, message in rules if not holds), None)

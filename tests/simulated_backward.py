@@ -74,7 +74,7 @@ class Replacements:
                 "own_statistics": self.own_statistics,
                 "exponentiate": self.exponentiate,
                 "differentiate": lambda dp, p, delta: dp.write(p.read() * (dp.read() - delta)),
-                "write_scores": lambda product, scores, layout, target: self.copy(None, scores, target),
+                "write_scores": lambda product, scores, layout, target, thread: self.copy(None, scores, target),
             },
             "backward_store": {"wait_turn": self.wait_turn, "give_turn": lambda turn: turn.add(1)},
         }  # fmt: skip
