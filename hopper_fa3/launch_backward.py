@@ -64,8 +64,7 @@ def prepare(recipe, lse_gradient):
         0 if problem.right is None else problem.right,
         planning.backward_heads_per_section(problem, config) * parts,
         problem.heads_k * parts,
-        # Where the order of the sums counts, a tile is a CTA: the hardware starts them in order
-        tiles if static.deterministic else min(tiles, sms),
+        min(tiles, sms),
         planning.heads_per_section(problem),
         min(query_tiles, sms),
     )

@@ -36,7 +36,7 @@ class BackwardKernel:
         self.config = config
         self.dtype = DTYPES[config.dtype]
         self.band = Band(config.tile_n, config.right_bound)
-        self.schedule = Schedule(config.tile_n, dynamic=config.dynamic, descending=config.descending)
+        self.schedule = Schedule(config.tile_n, config.dynamic, config.descending, ordered=config.turns)
         self.prologue = Prologue(config, self.dtype)
         # Where dQ is not summed
         self.queries = None

@@ -98,7 +98,8 @@ class BackwardConsumer:
         state = State(q_state, do_state, ds_state, Int32(0), Boolean(False))
         queue_state = pipeline.make_pipeline_state(consumer, SLOTS)
         own_key = warpgroup * WGMMA_M + thread // QUAD // 8 * 16 + thread // QUAD % 8
-        index, tiles = self.schedule.first(), self.schedule.count(seqlen_k, run.head_parts, batch)
+        tiles = self.schedule.count(seqlen_k, run.head_parts, batch)
+        index, queue_state = self.schedule.receive_first(queue, queue_state)
         while index < tiles:
             n_block, part, batch_index = self.schedule.coordinates(index, seqlen_k, run.head_parts, batch, run.section)
             head_k, head, last_head = run.heads_of(part, heads, heads_k)

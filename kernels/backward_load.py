@@ -34,7 +34,8 @@ class BackwardProducer:
         q_state = pipeline.make_pipeline_state(producer, config.stages)
         do_state = pipeline.make_pipeline_state(producer, config.do_stages)
         queue_state = pipeline.make_pipeline_state(producer, SLOTS)
-        index, tiles = self.schedule.first(), self.schedule.count(seqlen_k, run.head_parts, batch)
+        tiles = self.schedule.count(seqlen_k, run.head_parts, batch)
+        index, queue_state = self.schedule.fetch_first(queue, queue_state)
         while index < tiles:
             begin(Phase.TAKE_TILE)
             n_block, part, batch_index = self.schedule.coordinates(index, seqlen_k, run.head_parts, batch, run.section)

@@ -1,15 +1,15 @@
 """The warps of the backward kernel that add dQ to global memory, one a consumer warpgroup.
 
 Sums of floats depend on their order. Where gradients shall be bit-equal (``deterministic``), each piece of dQ takes its
-K/V tiles in the order in which these are launched, a CTA each: a counter a piece says whose turn it is. The hardware
-starts CTAs in that order, so whoever is waited for runs already, whatever else holds SMs.
+K/V tiles in the order in which CTAs take these (``Schedule.ordered``), so that whoever is waited for runs already: a
+counter a piece says whose turn it is.
 """
 
 from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr, pipeline
+from cutlass import Boolean, Int32, const_expr, pipeline
 
 from .args import BackwardRunTime
 from .barriers import BackwardBarrier
@@ -33,13 +33,11 @@ def sums_barrier(barrier: cutlass.Constexpr, warpgroup: Int32, arrive: cutlass.C
 
 
 @cute.jit
-def wait_turn(turn: cute.Pointer, expected: Int32):
-    """One thread: wait until ``expected`` tiles have added to a piece."""
-    taken = Int32(-1)
-    while taken != expected:
-        taken = cute.arch.inline_ptx(
-            "ld.acquire.gpu.global.s32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[turn]
-        )
+def read_turn(turn: cute.Pointer) -> Int32:
+    """One thread: how many tiles have had their turn at a piece, and added to it."""
+    return cute.arch.inline_ptx(
+        "ld.acquire.gpu.global.s32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[turn]
+    )
 
 
 @cute.jit
@@ -75,7 +73,8 @@ class SumStore:
         queue_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, SLOTS)
         shared = cute.local_tile(s_dq, (config.piece_floats // config.sum_rounds,), (warpgroup,))
         sums_barrier(BackwardBarrier.SUMS_FREE, warpgroup, arrive=True)
-        index, tiles = self.schedule.first(), self.schedule.count(seqlen_k, run.head_parts, batch)
+        tiles = self.schedule.count(seqlen_k, run.head_parts, batch)
+        index, queue_state = self.schedule.receive_first(queue, queue_state)
         while index < tiles:
             n_block, part, batch_index = self.schedule.coordinates(index, seqlen_k, run.head_parts, batch, run.section)
             _, head, last_head = run.heads_of(part, heads, heads_k)
@@ -106,35 +105,50 @@ class SumStore:
         config = self.config
         first, _, end = self.band.query_blocks(n_block, config.tile_m, seqlen_q, seqlen_k, run.right)
         for block in cutlass.range(first, end, unroll=1):
-            turn = None
             if const_expr(config.turns):
-                before = self.band.turn(n_block, block, config.tile_m, seqlen_q, seqlen_k, run.right)
-                turn = turns[block, None].iterator + warpgroup, before
+                expected = self.band.turn(n_block, block, config.tile_m, seqlen_q, seqlen_k, run.right)
+                self.change_turns(turns, block, expected, block > first, warpgroup)
             piece = cute.local_tile(sums[block, None], (config.piece_floats,), (warpgroup,))
-            self.add_piece(piece, shared, turn, warpgroup)
+            self.add_piece(piece, shared, warpgroup)
+        if const_expr(config.turns):
+            if cute.arch.lane_idx() == 0:
+                self.finish_turn(turns, end - 1, warpgroup)
 
     @cute.jit
-    def add_piece(self, piece: cute.Tensor, shared: cute.Tensor, turn, warpgroup: Int32):
-        """One step's piece, in as many parts as it is staged. ``turn``: where its counter lies, and whose turn it must
-        say; None where any order will do.
+    def change_turns(self, turns: cute.Tensor, block: Int32, expected: Int32, follows: Boolean, warpgroup: Int32):
+        """Wait until ``expected`` tiles have had their turns at a piece of ``block``; where this ``follows`` another
+        block, end the turn there.
+
+        Both are ways to L2 and back: one counter is read while the last sum is on its way, and all that under the
+        consumers' work.
         """
+        if cute.arch.lane_idx() == 0:
+            begin(Phase.WAIT_TURN)
+            turn = turns[block, None].iterator + warpgroup
+            taken = read_turn(turn)
+            if follows:
+                self.finish_turn(turns, block - 1, warpgroup)
+            while taken != expected:
+                taken = read_turn(turn)
+
+    @cute.jit
+    def finish_turn(self, turns: cute.Tensor, block: Int32, warpgroup: Int32):
+        """One thread: end its turn when its sum is complete."""
+        cute.arch.cp_async_bulk_wait_group(0, read=False)
+        give_turn(turns[block, None].iterator + warpgroup)
+
+    @cute.jit
+    def add_piece(self, piece: cute.Tensor, shared: cute.Tensor, warpgroup: Int32):
+        """One step's piece, in as many parts as it is staged."""
         for part in cutlass.range_constexpr(self.config.sum_rounds):
             begin(Phase.WAIT_SUMS)
             sums_barrier(BackwardBarrier.SUMS_FULL, warpgroup, arrive=False)
             # The fence between the consumers' writes and the bulk copy stands on this side: there it would cost the
             # consumers' time
             cute.arch.fence_view_async_shared()
-            if const_expr(part == 0 and turn is not None):
-                if cute.arch.lane_idx() == 0:
-                    begin(Phase.WAIT_TURN)
-                    wait_turn(*turn)
             if cute.arch.lane_idx() == 0:
                 begin(Phase.ADD_SUMS)
                 add_shared(cute.local_tile(piece, (cute.size(shared),), (part,)), shared)
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
             cute.arch.sync_warp()
             sums_barrier(BackwardBarrier.SUMS_FREE, warpgroup, arrive=True)
-        if const_expr(turn is not None):
-            if cute.arch.lane_idx() == 0:
-                cute.arch.cp_async_bulk_wait_group(0, read=False)
-                give_turn(turn[0])

@@ -95,7 +95,8 @@ class WideConsumer:
         state = State(q_state, do_state, Int32(0))
         queue_state = pipeline.make_pipeline_state(consumer, SLOTS)
         own_key = warpgroup * WGMMA_M + thread // QUAD // 8 * 16 + thread // QUAD % 8
-        index, tiles = self.schedule.first(), self.schedule.count(seqlen_k, run.head_parts, batch)
+        tiles = self.schedule.count(seqlen_k, run.head_parts, batch)
+        index, queue_state = self.schedule.receive_first(queue, queue_state)
         self.arrive(warpgroup, Int32(1))
         while index < tiles:
             n_block, part, batch_index = self.schedule.coordinates(index, seqlen_k, run.head_parts, batch, run.section)

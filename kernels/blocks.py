@@ -80,7 +80,8 @@ class Band:
         right: Int32,
     ) -> Int32:
         """How many K/V tiles visit a block of ``rows`` queries before this one: earlier ones, or with a right bound
-        later ones, which reach their first block, on the diagonal, sooner.
+        later ones, which reach their first block, on the diagonal, sooner. So each tile comes to a block a step later
+        than the one before it, and waits for nobody.
         """
         turn = n_block
         if const_expr(self.right_bound):

@@ -285,14 +285,12 @@ class BackwardConfig(Checked):
 
     @property
     def dynamic(self):
-        """True where tiles are of unequal length, so that CTAs fetch them from a counter. Not where their order counts:
-        there each tile is a CTA of its own.
-        """
-        return self.right_bound and not self.turns
+        """True where tiles are of unequal length or wait for each other, so that CTAs fetch them from a counter."""
+        return self.right_bound or self.turns
 
     @property
     def descending(self):
-        """True where a head's last K/V tile, the shortest, comes first: backward_store.py says why."""
+        """True where a head's last K/V tile, the shortest, comes first: ``Band.turn`` says why."""
         return self.right_bound and self.turns
 
     @property

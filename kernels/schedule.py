@@ -14,7 +14,8 @@ SLOTS = 2  # tile indices under way from the producer warp to the consumers: it 
 class TileQueue(NamedTuple):
     """How the producer warp tells the consumers of its CTA which tile is next. Not used by a static schedule."""
 
-    # Global memory: (tiles handed out beyond the first of each CTA, CTAs that are done); 0 between launches
+    # Global memory: (tiles handed out, but for each CTA's first where that is dealt; CTAs that are done); 0 between
+    # launches
     counter: cute.Tensor
     slots: cute.Tensor  # shared memory
     pipe: object
@@ -44,16 +45,30 @@ class Schedule:
 
     Heads come in sections whose K and V fit in L2 together. Tiles of equal length are dealt in turn. Where a right
     bound makes them unequal (``dynamic``), each section's longest come first and a CTA fetches its next tile from a
-    global counter.
+    global counter. Where one tile waits for another (``ordered``), it fetches its first there as well: then whoever
+    holds the lowest number is running and waits for nobody, however many CTAs run.
     """
 
     tile_m: int
     dynamic: bool
     descending: bool  # a head's last tile is the longest and comes first
+    ordered: bool = False  # needs ``dynamic``
 
     @cute.jit
-    def first(self) -> Int32:
-        return cute.arch.block_idx()[0]
+    def fetch_first(self, queue: TileQueue, state):
+        """As ``fetch``, the CTA's first index."""
+        index = cute.arch.block_idx()[0]
+        if const_expr(self.ordered):
+            index, state = self.fetch(queue, state, index)
+        return index, state
+
+    @cute.jit
+    def receive_first(self, queue: TileQueue, state):
+        """As ``receive``, the CTA's first index."""
+        index = cute.arch.block_idx()[0]
+        if const_expr(self.ordered):
+            index, state = self.receive(queue, state, index)
+        return index, state
 
     @cute.jit
     def m_blocks(self, seqlen_q: Int32) -> Int32:
@@ -86,9 +101,10 @@ class Schedule:
         ctas = cute.arch.grid_dim()[0]
         following = index + ctas
         if const_expr(self.dynamic):
+            dealt = 0 if self.ordered else ctas
             queue.pipe.producer_acquire(state)
             if cute.arch.lane_idx() == 0:
-                following = ctas + cute.arch.atomic_add(queue.counter.iterator, Int32(1), sem="relaxed", scope="gpu")
+                following = dealt + cute.arch.atomic_add(queue.counter.iterator, Int32(1), sem="relaxed", scope="gpu")
                 queue.slots[state.index] = following
                 queue.pipe.producer_commit(state)
             following = cute.arch.shuffle_sync(following, 0)

@@ -30,7 +30,9 @@ class Replacements:
 
     def __init__(self, simulation):
         self.simulation = simulation
-        self.additions = defaultdict(list)  # CTAs that added to a piece of dQ, in order
+        self.additions = defaultdict(list)  # K/V tiles that were added to a piece of dQ, in order
+        self.tiles = {}  # agent: the K/V tile that it adds
+        self.turns_read = {}  # (agent, turn): what it read last
 
     def cute(self):
         return {
@@ -76,7 +78,7 @@ class Replacements:
                 "differentiate": lambda dp, p, delta: dp.write(p.read() * (dp.read() - delta)),
                 "write_scores": lambda product, scores, layout, target, thread: self.copy(None, scores, target),
             },
-            "backward_store": {"wait_turn": self.wait_turn, "give_turn": lambda turn: turn.add(1)},
+            "backward_store": {"read_turn": self.read_turn, "give_turn": lambda turn: turn.add(1)},
         }  # fmt: skip
 
     def rows(self, first=0):
@@ -136,13 +138,23 @@ class Replacements:
         memory.array[piece][self.rows()] = np.nan
         self.simulation.point()
 
+    def add_head(self, one_head):
+        """SumStore.add_head; notes which K/V tile the agent adds."""
+
+        def add_head(store, sums, turns, shared, n_block, *others):
+            self.tiles[self.simulation.current] = n_block
+            one_head(store, sums, turns, shared, n_block, *others)
+
+        return add_head
+
     def add_shared(self, memory, shared):
         """A bulk copy: it reads later, and adds later than that."""
         agent, target = self.simulation.current, memory.array
+        tile = self.tiles[agent]
 
         def add(values):
             target[:] += values
-            self.additions[target.ctypes.data].append(agent.cta.index)
+            self.additions[target.ctypes.data].append(tile)
 
         def read():
             agent.sums.waiting.append(partial(add, shared.array.copy()))
@@ -214,8 +226,13 @@ class Replacements:
             exponents = np.where(np.arange(exponents.shape[1]) >= limits, exponents, -math.inf)
         scores.write(np.exp2(exponents))
 
-    def wait_turn(self, turn, expected):
-        self.simulation.point(lambda: turn.get() == expected, f"turn {expected}")
+    def read_turn(self, turn):
+        """Who reads the same again waits until it is something new."""
+        agent, place = self.simulation.current, (turn.array.ctypes.data, turn.index)
+        last = self.turns_read.pop((agent, place), None)
+        self.simulation.point(lambda: turn.get() != last, f"a turn other than {last}")
+        self.turns_read[agent, place] = turn.get()
+        return turn.get()
 
     def own_rows(self, one_row):
         """QueryConsumer.own_rows for all rows of a warp."""

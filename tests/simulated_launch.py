@@ -143,7 +143,7 @@ class KeysLaunch(Launch):
         options = (tile_m, 2, deterministic, split)
         self.config = config = kernels["config"].BackwardConfig("bfloat16", *head_dims, shape.bounded, *options)
         self.band = self.band(config)
-        self.schedule = kernels["schedule"].Schedule(config.tile_n, config.dynamic, config.descending)
+        self.schedule = kernels["schedule"].Schedule(config.tile_n, config.dynamic, config.descending, config.turns)
         self.steps, self.tiles = (-(-length // tile) for length, tile in self.lengths_and_tiles())
         self.run_time = kernels["args"].BackwardRunTime(
             SCALE_LOG2, SCALE, shape.right or 0, shape.section * shape.split, shape.heads_k * shape.split
@@ -155,6 +155,8 @@ class KeysLaunch(Launch):
         # dQ: a piece of each warpgroup, in parts
         parts = (config.sum_rounds, WARPGROUP_ROWS, HEAD_DIM // config.column_pieces // config.sum_rounds)
         pieces = (shape.batch, shape.heads, self.steps, config.consumer_warpgroups)
+        self.class_of_store = kernels["backward_store"].SumStore
+        self.class_of_store.add_head = self.replacements.add_head(self.class_of_store.add_head)
         self.sums, self.turns = Memory(np.zeros((*pieces, *parts))), Memory(np.zeros(pieces, int))
 
     def lengths_and_tiles(self):
@@ -207,7 +209,7 @@ class KeysLaunch(Launch):
         consumer = getattr(kernels[module], name)(*role)
         given = self.lengths, self.outputs, (*shared, ds, dq), pipes, queue, self.run_time
         self.add_warps(cta, CONSUMER_WARPS, consumer, *given)
-        store = kernels["backward_store"].SumStore(config, self.band, self.schedule)
+        store = self.class_of_store(config, self.band, self.schedule)
         for warpgroup in range(config.consumer_warpgroups):
             given = self.lengths, self.sums, self.turns, dq, queue, self.run_time, warpgroup
             self.add_warps(cta, [1 + warpgroup], store, *given)
@@ -237,12 +239,13 @@ class KeysLaunch(Launch):
 
 def run_keys(problem, seed, edits=(), **options):
     launch = KeysLaunch(problem, seed, edits, **options)
-    shape = problem.shape
-    tiles = launch.tiles * shape.heads_k * shape.split * shape.batch
-    for index in range(tiles if launch.config.turns else shape.ctas):
+    for index in range(problem.shape.ctas):
         launch.add_cta(index)
     launch.run()
     problem.check(**launch.gradients())
     if launch.config.turns:
         orders = launch.replacements.additions.values()
-        require(all(order == sorted(order) for order in orders), "dQ is not summed in the order of the launch")
+        require(
+            all(order == sorted(order, reverse=launch.config.descending) for order in orders),
+            "dQ is not summed in the order of the K/V tiles",
+        )

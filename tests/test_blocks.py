@@ -97,11 +97,12 @@ def test_the_first_query_that_sees_a_key(right_bound):
 
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("right_bound", [False, True])
-def test_turns_follow_the_launch_order(right_bound, rows):
-    """The tiles that visit a block have turns 0, 1, 2, ... in the order in which the hardware starts them: whoever is
-    waited for was started before.
+def test_turns_follow_the_order_of_the_tiles(right_bound, rows):
+    """The tiles that visit a block have turns 0, 1, 2, ... in the order in which CTAs take them: whoever is waited for
+    was taken before.
     """
-    band, schedule = Band(TILE_N, right_bound), Schedule(TILE_N, dynamic=False, descending=right_bound)
+    band = Band(TILE_N, right_bound)
+    schedule = Schedule(TILE_N, dynamic=True, descending=right_bound, ordered=True)
     steps = [
         (n_block, block, *each)
         for each, tiles in visits(right_bound, rows).items()

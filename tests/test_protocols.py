@@ -18,6 +18,7 @@ KINDS = {
     "early sums, in order": partial(run_keys, head_dims=(128, 128), deterministic=True),
     "late sums": partial(run_keys, head_dims=(64, 64), tile_m=128),
     "wide": partial(run_keys, head_dims=(128, 192)),
+    "wide, in order": partial(run_keys, head_dims=(128, 192), deterministic=True),
     "wide, dQ in parts": partial(run_keys, head_dims=(192, 128)),
 }
 # Faults, each a change in a kernel's text: {name: (kind, module, text, text instead)}
@@ -85,9 +86,18 @@ FAULTS = {
         "early sums", "backward_consume",
         "sums_barrier(BackwardBarrier.SUMS_FREE, warpgroup, arrive=False)\n        write_piece", "write_piece",
     ),
-    "a turn is given before the sum is there": (
+    "a turn ends before the sum is there": (
         "early sums, in order", "backward_store",
-        "cute.arch.cp_async_bulk_wait_group(0, read=False)\n                give_turn", "give_turn",
+        "cute.arch.cp_async_bulk_wait_group(0, read=False)\n        give_turn", "give_turn",
+    ),
+    "a turn is not awaited": (
+        "early sums, in order", "backward_store", "while taken != expected:", "while False:"
+    ),
+    "a head's last turn does not end": (
+        "early sums, in order", "backward_store", "self.finish_turn(turns, end - 1, warpgroup)", "pass"
+    ),
+    "the first tiles are left out": (
+        "wide, in order", "schedule", "dealt = 0 if self.ordered else ctas", "dealt = ctas"
     ),
     "a part of dQ is staged over the one before": (
         "wide, dQ in parts", "backward_wide",
@@ -130,7 +140,8 @@ def reports(kind, edits):
     """What the simulation says of changed kernels; None where many runs show nothing."""
     for seed in range(40):
         # Many steps; or queries that see no key
-        shape = Shape(1, 257, (257, 65)[seed % 2], heads_k=1, group=2, right=0, ctas=1, section=1)
+        keys, ctas = (257, 65)[seed % 2], 2 if "in order" in kind else 1
+        shape = Shape(1, 257, keys, heads_k=1, group=2, right=0, ctas=ctas, section=1)
         try:
             KINDS[kind](Problem(shape, seed), seed, edits)
         except (ProtocolError, AssertionError) as error:
