@@ -98,7 +98,7 @@ def _arguments(static, config):
     out = _tensor(dtype, batch, seqlen_q, heads, head_dim_v)
     lse = _tensor(cutlass.Float32, batch, heads, seqlen_q, divisibility=1, align=4)
     scalars = (cutlass.Float32(1.0), cutlass.Int32(0), cutlass.Int32(1), cutlass.Int32(1))
-    return q, k, v, out, lse, _counter(config), *scalars, _stream()
+    return q, k, v, out, lse, _counter() if config.dynamic else None, *scalars, _stream()
 
 
 def _backward_arguments(static, config):
@@ -122,12 +122,12 @@ def _backward_arguments(static, config):
         parts = (_tensor(wide, batch, heads_k, count, tiles, width) for width in widths)
     turns = _tensor(cutlass.Int32, batch, heads, blocks, pieces, divisibility=1, align=4) if config.turns else None
     scalars = (wide(1.0), wide(1.0), *(cutlass.Int32(1) for _ in range(6)))
-    return q, k, v, out, lse, do, dlse, dq, dk, dv, rows, sums, turns, *parts, _counter(config), *scalars, _stream()
+    return q, k, v, out, lse, do, dlse, dq, dk, dv, rows, sums, turns, *parts, _counter(), *scalars, _stream()
 
 
-def _counter(config):
-    """The tile counter of kernels that have one."""
-    return cute.runtime.make_fake_compact_tensor(cutlass.Int32, (2,), assumed_align=4) if config.dynamic else None
+def _counter():
+    """The tile counter."""
+    return cute.runtime.make_fake_compact_tensor(cutlass.Int32, (2,), assumed_align=4)
 
 
 def _stream():

@@ -14,7 +14,6 @@ class Launch(NamedTuple):
     """All that a launch needs besides the tensors."""
 
     function: object
-    dynamic: bool  # a kernel takes its tiles from a counter
     workspace: tuple  # (shape, dtype), or None for what the kernels do without
     scalars: tuple
 
@@ -34,11 +33,11 @@ def execute(recipe, q, k, v, out, lse, dout, dlse):
     dout = torch.zeros_like(out) if dout is None else dout
     if dlse is not None and dlse.stride(-1) != 1:
         dlse = dlse.contiguous()
-    counter = tile_counter(q.device) if launch.dynamic else None
     workspace = (
         None if each is None else torch.empty(each[0], dtype=each[1], device=q.device) for each in launch.workspace
     )
     tensors = (readable(tensor) for tensor in (q, k, v, out))
+    counter = tile_counter(q.device)
     launch.function(*tensors, lse, readable(dout), dlse, dq, dk, dv, *workspace, counter, *launch.scalars)
     return dq, dk, dv
 
@@ -68,7 +67,7 @@ def prepare(recipe, lse_gradient):
         planning.heads_per_section(problem),
         min(query_tiles, sms),
     )
-    return Launch(function, config.dynamic, workspace(problem, config, parts), scalars)
+    return Launch(function, workspace(problem, config, parts), scalars)
 
 
 def workspace(problem, config, parts):

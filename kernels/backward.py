@@ -36,7 +36,8 @@ class BackwardKernel:
         self.config = config
         self.dtype = DTYPES[config.dtype]
         self.band = Band(config.tile_n, config.right_bound)
-        self.schedule = Schedule(config.tile_n, config.dynamic, config.descending, ordered=config.turns)
+        # Also equal tiles come from the counter: SMs are not equally fast (profiling/NOTES.md)
+        self.schedule = Schedule(config.tile_n, True, config.descending, ordered=config.turns)
         self.prologue = Prologue(config, self.dtype)
         # Where dQ is not summed
         self.queries = None
@@ -169,7 +170,7 @@ class BackwardKernel:
         s_rows = storage.rows.get_tensor(row_layout(config))
         s_dq = storage.dq.get_tensor(cute.make_layout(staged_floats(config))) if config.sums else None
         readers = (WARPS_PER_WARPGROUP + config.sums) * config.consumer_warpgroups  # and the store warps
-        pipes, queue = self.pipelines(storage), make_tile_queue(storage, counter, config.dynamic, readers)
+        pipes, queue = self.pipelines(storage), make_tile_queue(storage, counter, True, readers)
         pipeline.pipeline_init_arrive(is_relaxed=True)
         pipeline.pipeline_init_wait()
         # Every thread waits for the launch before, so a launch's end implies the end of all before it

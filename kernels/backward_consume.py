@@ -21,11 +21,12 @@ from .backward_scores import (
     write_scores,
 )
 from .backward_store import sums_barrier
-from .barriers import BackwardBarrier, released_by
+from .barriers import BackwardBarrier
 from .blocks import Band
 from .config import WARPGROUP_THREADS, WARPS_PER_WARPGROUP, WGMMA_M, BackwardConfig
 from .phases import Phase, begin
 from .products import convert, new_accumulator, new_left_operand
+from .registers import kept, released_by_first_lane
 from .schedule import SLOTS, Schedule, TileQueue
 from .softmax import QUAD
 from .workspace import write_piece
@@ -83,12 +84,11 @@ class BackwardConsumer:
         config = self.config
         seqlen_q, seqlen_k, heads, heads_k, batch = lengths
         s_k, s_v, s_q, s_do, s_rows, s_ds, s_dq = shared
-        # Through a shuffle, so that the compiler keeps it instead of reading the special register in every step
-        thread = cute.arch.shuffle_sync(cute.arch.thread_idx()[0] % WARPGROUP_THREADS, cute.arch.lane_idx())
+        thread = kept(cute.arch.thread_idx()[0] % WARPGROUP_THREADS)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         # The bounds change nothing, but tell the compiler the range
         warpgroup = cutlass.min(cutlass.max(warp // WARPS_PER_WARPGROUP - 1, 0), config.consumer_warpgroups - 1)
-        k_pipe, v_pipe, q_pipe, do_pipe = (released_by(pipe, thread) for pipe in pipes)
+        k_pipe, v_pipe, q_pipe, do_pipe = released_by_first_lane(pipes)
         products = make_backward_products(config, self.dtype, (s_k, s_v, s_q, s_do, s_ds), warpgroup)
         memory = Memory(q_pipe, do_pipe, s_rows, s_ds, s_dq, thread)
         consumer = pipeline.PipelineUserType.Consumer

@@ -36,43 +36,44 @@ class Prologue:
         """
         thread = cute.arch.thread_idx()[0]
         block, head, batch = tile_of(cute.arch.block_idx()[0], rows.shape[2], rows.shape[1])
+        lanes = 1 << (self.config.head_dim_v // GROUP - 1).bit_length()  # of a row; a power of two for the shuffles
+        column = thread % lanes
+        queries = [first + thread // lanes for first in range(0, self.config.tile_m, THREADS // lanes)]
+        # All reads are under way before anything is waited for. There are no branches around them: what lies past the
+        # end is read from elsewhere and not used.
+        last = out.shape[1] - 1
+        read = []
+        for row in queries:
+            query = cutlass.min(block * self.config.tile_m + row, last)
+            given = tuple(self.group(each[batch, query, head, None], column) for each in (out, do))
+            scalars = tuple(each[batch, head, query] for each in (lse, dlse) if each is not None)
+            read.append((given, scalars))
         if const_expr(dq is not None):
             self.clear(dq[batch, head, block, None], thread)
         if const_expr(turns is not None):
             if thread < turns.shape[3]:
                 turns[batch, head, block, thread] = Int32(0)
-        lanes = 1 << (self.config.head_dim_v // GROUP - 1).bit_length()  # of a row; a power of two for the shuffles
-        column = thread % lanes
-        for first in cutlass.range_constexpr(0, self.config.tile_m, THREADS // lanes):
-            row = first + thread // lanes
-            query = block * self.config.tile_m + row
-            delta = Float32(0.0)
-            present = query < out.shape[1]
-            if present and GROUP * column < out.shape[3]:
-                delta = self.product(out[batch, query, head, None], do[batch, query, head, None], column)
+        for row, (given, scalars) in zip(queries, read, strict=True):
+            delta = product(*given)
+            delta = cutlass.select_(GROUP * column < out.shape[3], delta, Float32(0.0))
             for step in cutlass.range_constexpr(int(math.log2(lanes))):
                 delta += cute.arch.shuffle_sync_bfly(delta, offset=lanes >> (step + 1))
             if column == 0:
-                base_2 = Float32(-math.inf)
-                if present:
-                    base_2 = lse[batch, head, query] * Float32(LOG2_E)
-                    delta -= dlse[batch, head, query] if const_expr(dlse is not None) else Float32(0.0)
+                base_2 = scalars[0] * Float32(LOG2_E)
+                delta -= scalars[1] if const_expr(dlse is not None) else Float32(0.0)
                 # Neither does a query past the end see a key
-                sees_none = base_2 == Float32(-math.inf)
+                sees_none = block * self.config.tile_m + row > last or base_2 == Float32(-math.inf)
                 rows[batch, head, block, row] = cutlass.select_(sees_none, Float32(math.inf), base_2)
                 rows[batch, head, block, self.config.tile_m + row] = cutlass.select_(sees_none, Float32(0.0), delta)
 
     @cute.jit
-    def product(self, out: cute.Tensor, do: cute.Tensor, column: Int32) -> Float32:
-        """The dot product of a lane's GROUP columns."""
+    def group(self, source: cute.Tensor, column: Int32):
+        """A lane's GROUP columns; the first ones where there are fewer."""
+        index = cutlass.select_(GROUP * column < source.shape[0], column, Int32(0))
+        piece = cute.make_rmem_tensor(GROUP, self.dtype)
         copy = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), self.dtype, num_bits_per_copy=128)
-        pieces = tuple(cute.make_rmem_tensor(GROUP, self.dtype) for _ in range(2))
-        for source, piece in zip((out, do), pieces, strict=True):
-            cute.copy(copy, cute.local_tile(source, (GROUP,), (column,)), piece)
-        total = Float32(0.0)
-        for index in cutlass.range_constexpr(GROUP):
-            total += pieces[0][index].to(Float32) * pieces[1][index].to(Float32)
-        return total
+        cute.copy(copy, cute.local_tile(source, (GROUP,), (index,)), piece)
+        return piece
 
     @cute.jit
     def clear(self, memory: cute.Tensor, thread: Int32):
@@ -83,6 +84,15 @@ class Prologue:
         for first in cutlass.range_constexpr(0, floats, VECTOR * THREADS):
             target = cute.make_tensor((memory.iterator + (first + VECTOR * thread)).align(16), cute.make_layout(VECTOR))
             cute.copy(copy, zeros, target)
+
+
+@cute.jit
+def product(one: cute.Tensor, other: cute.Tensor) -> Float32:
+    """The dot product of two groups of columns."""
+    total = Float32(0.0)
+    for index in cutlass.range_constexpr(GROUP):
+        total += one[index].to(Float32) * other[index].to(Float32)
+    return total
 
 
 @cute.jit

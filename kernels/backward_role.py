@@ -18,6 +18,7 @@ from .config import WARPGROUP_THREADS, WGMMA_M, BackwardConfig
 from .output import DirectOutput, Piece
 from .phases import Phase, begin
 from .products import new_accumulator, new_left_operand
+from .registers import kept, released_by_first_lane
 from .schedule import SLOTS, Schedule, TileQueue
 from .softmax import QUAD
 from .workspace import write_piece
@@ -30,6 +31,7 @@ class Memory(NamedTuple):
     do_pipe: pipeline.PipelineTmaAsync
     rows: cute.Tensor  # (LSE and delta of a step, stages)
     p: cute.Tensor  # two steps' P in the order of registers
+    thread: Int32  # of the warpgroup
 
 
 class State(NamedTuple):
@@ -56,10 +58,10 @@ class Role:
         """All tiles of this CTA. ``output``: dV or dK; ``shared``: K, V, Q, dO, the row statistics and P."""
         config = self.config
         seqlen_q, seqlen_k, heads, heads_k, batch = lengths
-        k_pipe, v_pipe, q_pipe, do_pipe = pipes
-        thread = cute.arch.thread_idx()[0] % WARPGROUP_THREADS
+        k_pipe, v_pipe, q_pipe, do_pipe = released_by_first_lane(pipes)
+        thread = kept(cute.arch.thread_idx()[0] % WARPGROUP_THREADS)
         products = self.products(shared)
-        memory = Memory(q_pipe, do_pipe, *shared[4:])
+        memory = Memory(q_pipe, do_pipe, *shared[4:], thread)
         consumer = pipeline.PipelineUserType.Consumer
         k_state, v_state = (pipeline.make_pipeline_state(consumer, 1) for _ in range(2))
         q_state, do_state = (pipeline.make_pipeline_state(consumer, config.stages) for _ in range(2))

@@ -99,7 +99,7 @@ class ProbabilityRole(Role):
             memory.do_pipe.consumer_release(state.do)
             state.do.advance()
         convert(scores, self.dtype, target=operand)
-        write_piece(memory.p, words_of(operand), state.parity)
+        write_piece(memory.p, words_of(operand), state.parity, memory.thread)
         arrive(RoleBarrier.PROBABILITIES, state.parity)
         return State(state.q, state.do, state.parity ^ 1)
 
@@ -163,7 +163,7 @@ class GradientRole(Role):
         delta = self.statistics(memory, q_state)
         wait(RoleBarrier.PROBABILITIES, state.parity)
         p = new_left_operand(dp, self.dtype)
-        read_piece(memory.p, words_of(p), state.parity)
+        read_piece(memory.p, words_of(p), state.parity, memory.thread)
         arrive(RoleBarrier.TAKEN, state.parity)
         if const_expr(first):
             wgmma.wait_group(0)

@@ -105,13 +105,13 @@ class LateSums(BackwardConsumer):
         following.advance()
         dq = self.issue_dq_before(products, state)
         self.issue_dk(products, state, tile, ds)
-        # Before dQ is staged: behind that, both would wait for the writes
+        # Before dQ is staged: behind that, even to look at the barrier would wait for the writes
         memory.q_pipe.consumer_wait(following)
-        lse = self.statistics(memory, following, LSE)
         wgmma.wait_group(1)
         memory.do_pipe.consumer_release(state.do)
         if state.follows:
             self.stage_dq(memory, dq, warpgroup)
+        lse = self.statistics(memory, following, LSE)
         scores = self.issue_scores(products, following)
         wgmma.wait_group(0)
         self.probabilities(tile, scores, lse, block, run, masked=masked)

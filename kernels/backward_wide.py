@@ -33,6 +33,7 @@ from .blocks import Band
 from .config import WARPGROUP_THREADS, WARPS_PER_WARPGROUP, WGMMA_M, BackwardConfig
 from .phases import Phase, begin
 from .products import convert, new_accumulator, new_left_operand
+from .registers import kept, released_by_first_lane
 from .schedule import SLOTS, Schedule, TileQueue
 from .softmax import QUAD
 from .workspace import write_piece
@@ -46,6 +47,7 @@ class Memory(NamedTuple):
     rows: cute.Tensor  # (LSE and delta of a step, stages)
     ds: cute.Tensor  # (tile_n, tile_m, 2)
     dq: cute.Tensor  # a part of each warpgroup's piece of dQ
+    thread: Int32  # of the warpgroup
 
 
 class Tile(NamedTuple):
@@ -80,14 +82,14 @@ class WideConsumer:
         config = self.config
         seqlen_q, seqlen_k, heads, heads_k, batch = lengths
         s_k, s_v, s_q, s_do, s_rows, s_ds, s_dq = shared
-        k_pipe, v_pipe, q_pipe, do_pipe = pipes
-        thread = cute.arch.thread_idx()[0] % WARPGROUP_THREADS
+        k_pipe, v_pipe, q_pipe, do_pipe = released_by_first_lane(pipes)
+        thread = kept(cute.arch.thread_idx()[0] % WARPGROUP_THREADS)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         # The bounds change nothing, but tell the compiler the range
         warpgroup = cutlass.min(cutlass.max(warp // WARPS_PER_WARPGROUP - 1, 0), config.consumer_warpgroups - 1)
         products = make_backward_products(config, self.dtype, (s_k, s_v, s_q, s_do, s_ds), warpgroup)
         dk = make_dk_from_shared(config, self.dtype, s_ds, warpgroup)
-        memory = Memory(q_pipe, do_pipe, s_rows, piece(transposed(s_ds), WGMMA_M, warpgroup), s_dq)
+        memory = Memory(q_pipe, do_pipe, s_rows, piece(transposed(s_ds), WGMMA_M, warpgroup), s_dq, thread)
         consumer = pipeline.PipelineUserType.Consumer
         k_state, v_state = (pipeline.make_pipeline_state(consumer, 1) for _ in range(2))
         q_state = pipeline.make_pipeline_state(consumer, config.stages)
@@ -187,8 +189,7 @@ class WideConsumer:
         differentiate(dp, p, delta)
         ds = convert(dp, self.dtype)
         self.wait(warpgroup, state.parity ^ 1)
-        thread = cute.arch.thread_idx()[0] % WARPGROUP_THREADS
-        write_scores(products.scores_first, ds, dp.layout, memory.ds[None, None, state.parity], thread)
+        write_scores(products.scores_first, ds, dp.layout, memory.ds[None, None, state.parity], memory.thread)
         cute.arch.fence_view_async_shared()
         cute.arch.barrier(barrier_id=int(WideBarrier.OWN) + warpgroup, number_of_threads=WARPGROUP_THREADS)
         wgmma.wait_group(0)
@@ -250,5 +251,5 @@ class WideConsumer:
         for part in cutlass.range_constexpr(self.config.sum_rounds):
             sums_barrier(BackwardBarrier.SUMS_FREE, warpgroup, arrive=False)
             own = cute.make_tensor(dq.iterator + part * size, cute.make_layout(size))
-            write_piece(memory.dq, own, warpgroup)
+            write_piece(memory.dq, own, warpgroup, memory.thread)
             sums_barrier(BackwardBarrier.SUMS_FULL, warpgroup, arrive=True)

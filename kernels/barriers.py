@@ -1,6 +1,6 @@
 """Named barriers and the order in which consumer warpgroups use the tensor cores."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import IntEnum
 
 import cutlass
@@ -8,13 +8,6 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr
 
 from .config import WARPGROUP_THREADS
-
-
-def released_by(pipe, thread):
-    """The pipeline, whose stages the first lane of a warp gives back: known from ``thread``, a number in a register.
-    The pipeline's own way has the compiler read a special register in every step.
-    """
-    return replace(pipe, is_signaling_thread=thread % cute.arch.WARP_SIZE == 0)
 
 
 class Barrier(IntEnum):

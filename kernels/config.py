@@ -284,11 +284,6 @@ class BackwardConfig(Checked):
         return REGISTERS[self.consumer_warpgroups]
 
     @property
-    def dynamic(self):
-        """True where tiles are of unequal length or wait for each other, so that CTAs fetch them from a counter."""
-        return self.right_bound or self.turns
-
-    @property
     def descending(self):
         """True where a head's last K/V tile, the shortest, comes first: ``Band.turn`` says why."""
         return self.right_bound and self.turns

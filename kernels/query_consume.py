@@ -20,6 +20,7 @@ from .output import DirectOutput, Piece
 from .phases import Phase, begin
 from .products import convert, new_accumulator, new_left_operand, rows_and_columns
 from .query_config import QueryConfig
+from .registers import released_by_first_lane
 from .schedule import SLOTS, Schedule, TileQueue
 from .softmax import QUAD, ROWS
 
@@ -81,7 +82,7 @@ class QueryConsumer:
         """
         config = self.config
         tiled_q, _, tiled_k, _ = tensors
-        q_pipe, k_pipe, v_pipe = pipes
+        q_pipe, k_pipe, v_pipe = released_by_first_lane(pipes)
         seqlen_q, _, heads, batch = tiled_q.tensor.shape
         seqlen_k = tiled_k.tensor.shape[0]
         thread = cute.arch.thread_idx()[0] % WARPGROUP_THREADS

@@ -43,10 +43,10 @@ def make_tile_queue(storage, counter: cute.Tensor, dynamic: cutlass.Constexpr[bo
 class Schedule:
     """Persistent CTAs, one an SM.
 
-    Heads come in sections whose K and V fit in L2 together. Tiles of equal length are dealt in turn. Where a right
-    bound makes them unequal (``dynamic``), each section's longest come first and a CTA fetches its next tile from a
-    global counter. Where one tile waits for another (``ordered``), it fetches its first there as well: then whoever
-    holds the lowest number is running and waits for nobody, however many CTAs run.
+    Heads come in sections whose K and V fit in L2 together. Where a right bound makes tiles unequal, each section's
+    longest come first. Tiles are dealt in turn, or (``dynamic``) a CTA fetches its next one from a global counter.
+    Where one tile waits for another (``ordered``), it fetches its first there as well: then whoever holds the lowest
+    number is running and waits for nobody, however many CTAs run.
     """
 
     tile_m: int

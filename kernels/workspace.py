@@ -24,9 +24,9 @@ def write_piece(memory: cute.Tensor, accumulator: cute.Tensor, piece: Int32, thr
 
 
 @cute.jit
-def read_piece(memory: cute.Tensor, accumulator: cute.Tensor, piece: Int32):
+def read_piece(memory: cute.Tensor, accumulator: cute.Tensor, piece: Int32, thread: Int32 | None = None):
     """The thread's share of a piece."""
-    for own, there in zip(*shares(memory, accumulator, piece), strict=True):
+    for own, there in zip(*shares(memory, accumulator, piece, thread), strict=True):
         cute.copy(vector_copy(), there, own)
 
 

@@ -62,6 +62,7 @@ class Replacements:
                 "write_piece": self.write_piece, "read_piece": self.read_piece, "add_shared": self.add_shared
             },
             "backward_role": {"words_of": identity},
+            "registers": {"released_by_first_lane": identity},
             "backward_products": {
                 "issue": self.issue,
                 "transposed": identity,
@@ -132,7 +133,7 @@ class Replacements:
         memory.array[piece][self.rows()] = registers.read()
         self.simulation.point()
 
-    def read_piece(self, memory, registers, piece):
+    def read_piece(self, memory, registers, piece, thread=None):
         self.simulation.point()
         registers.write(memory.array[piece][self.rows()].copy())
         memory.array[piece][self.rows()] = np.nan

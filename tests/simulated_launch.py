@@ -143,7 +143,7 @@ class KeysLaunch(Launch):
         options = (tile_m, 2, deterministic, split)
         self.config = config = kernels["config"].BackwardConfig("bfloat16", *head_dims, shape.bounded, *options)
         self.band = self.band(config)
-        self.schedule = kernels["schedule"].Schedule(config.tile_n, config.dynamic, config.descending, config.turns)
+        self.schedule = kernels["schedule"].Schedule(config.tile_n, True, config.descending, config.turns)
         self.steps, self.tiles = (-(-length // tile) for length, tile in self.lengths_and_tiles())
         self.run_time = kernels["args"].BackwardRunTime(
             SCALE_LOG2, SCALE, shape.right or 0, shape.section * shape.split, shape.heads_k * shape.split
@@ -189,7 +189,7 @@ class KeysLaunch(Launch):
             Pipe(cta, "Q", config.stages, consumers, copies=2),
             Pipe(cta, "dO", config.do_stages, consumers),
         )
-        queue = self.queue(cta, config.dynamic, consumers + config.sums * config.consumer_warpgroups)
+        queue = self.queue(cta, True, consumers + config.sums * config.consumer_warpgroups)
         role = (config, None, self.band, self.schedule)
         producer = kernels["backward_load"].BackwardProducer(config, self.band, self.schedule)
         self.add_warps(cta, [0], producer, self.tensors, shared, pipes, queue, self.run_time)

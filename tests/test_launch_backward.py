@@ -195,7 +195,7 @@ def test_bit_equal_gradients_take_turns(causal, kernels):
 def test_persistent_ctas_leave_the_margin(sm_margin, causal, kernels):
     execute(*inputs(seqlen_q=20_000, seqlen_k=128 * 100), sm_margin=sm_margin, causal=causal)
     (got,) = kernels.calls
-    assert got.ctas == 132 - sm_margin and got.counter == ("counter" if causal else None)
+    assert got.ctas == 132 - sm_margin and got.counter == "counter"
 
 
 def test_query_heads_are_split_where_tiles_are_few(kernels):
