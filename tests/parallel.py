@@ -1,10 +1,13 @@
 """Runs the tests in several processes at once: `python tests/parallel.py JOBS [pytest's arguments]`.
 
 Most of the time of GPU tests goes into compiling kernels, one CPU core each. Each process runs a part of the tests
-(conftest.py's --part). Prints what each says last and, where something failed, what; exit status 0 only if all passed.
+(conftest.py's --part). Says every 20 s how far they are, prints what each says last and, where something failed or was
+interrupted, all that it said; exit status 0 only if all passed.
 """
 
+import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -13,34 +16,69 @@ from collections import Counter
 from pathlib import Path
 
 NO_TESTS = 5  # pytest's exit status of a part that happens to be empty
+INTERRUPTED = 130  # a shell's status of a program ended by Ctrl-C
+POLL_SECONDS, REPORT_SECONDS = 0.1, 20
 SUMMARY = re.compile(r"(\d+) (passed|failed|skipped|xfailed|xpassed|errors?)\b")
+PROGRESS = re.compile(r"^([.FEsxX]+)(?: +\[ *\d+%\])?$", re.MULTILINE)  # pytest's, a character a test
 
 
 def main(jobs, arguments):
     """Exit status of ``jobs`` pytest processes with these ``arguments``."""
     started = time.monotonic()
-    totals, worst = Counter(), 0
+    # As Ctrl-C: what the processes said so far is worth more than a silent end
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with tempfile.TemporaryDirectory() as folder:
         logs = [Path(folder, f"{index}.log") for index in range(jobs)]
-        processes = [start(log, index, jobs, arguments) for index, log in enumerate(logs)]
-        for index, (process, log) in enumerate(zip(processes, logs, strict=True)):
-            status, text = process.wait(), log.read_text(errors="replace")
-            last = text.rstrip().rpartition("\n")[2]
-            print(f"part {index + 1} of {jobs}: {last}", flush=True)
-            counted = [(word, int(count)) for count, word in SUMMARY.findall(last)]
-            totals.update(dict(counted))
-            if status not in (0, NO_TESTS):
-                worst = status
-                print(text, flush=True)
+        running = {index: start(log, index, jobs, arguments) for index, log in enumerate(logs)}
+        try:
+            statuses = wait(running, logs, started)
+        except KeyboardInterrupt:
+            for index, process in running.items():
+                process.terminate()
+                process.wait()
+                print(f"part {index + 1} of {jobs}, interrupted:\n{text_of(logs[index])}", flush=True)
+            return INTERRUPTED
+        totals = Counter()
+        for log in logs:
+            totals.update({word: int(count) for count, word in SUMMARY.findall(last_line(log))})
     words = ", ".join(f"{count} {word}" for word, count in totals.items()) or "no tests"
     print(f"{words} in {time.monotonic() - started:.0f} s, {jobs} processes")
-    return worst or (0 if totals else NO_TESTS)
+    bad = [status for status in statuses if status not in (0, NO_TESTS)]
+    return bad[0] if bad else (0 if totals else NO_TESTS)
 
 
 def start(log, index, jobs, arguments):
     command = [sys.executable, "-m", "pytest", f"--part={index}/{jobs}", "-q", "-p", "no:cacheprovider", *arguments]
     with log.open("w") as file:
-        return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+        return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
+
+
+def wait(running, logs, started):
+    """The processes' exit statuses. ``running`` {part: process} loses those that have ended, which are reported."""
+    statuses, reported = [], started
+    while running:
+        for index in [index for index, process in running.items() if process.poll() is not None]:
+            statuses.append(running.pop(index).returncode)
+            print(f"part {index + 1} of {len(logs)}: {last_line(logs[index])}", flush=True)
+            if statuses[-1] not in (0, NO_TESTS):
+                print(text_of(logs[index]), flush=True)
+        if running and time.monotonic() - reported >= REPORT_SECONDS:
+            reported = time.monotonic()
+            results = "".join("".join(PROGRESS.findall(text_of(log))) for log in logs)
+            wrong = results.count("F") + results.count("E")
+            print(f"{reported - started:.0f} s: {len(results)} tests, {wrong} failed, {len(running)} parts run")
+            sys.stdout.flush()
+        time.sleep(POLL_SECONDS)
+    return statuses
+
+
+def text_of(log):
+    return log.read_text(errors="replace")
+
+
+def last_line(log):
+    return text_of(log).rstrip().rpartition("\n")[2]
 
 
 if __name__ == "__main__":

@@ -2,10 +2,12 @@
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from conftest import part_of
+from parallel import PROGRESS
 
 HERE = Path(__file__).parent
 
@@ -40,6 +42,28 @@ def test_a_failure_is_shown_and_fails(run):
 
 def test_no_test_at_all_fails(run):
     assert run(2, "", "-k", "nothing").returncode == 5
+
+
+def test_an_interrupted_run_says_what_it_knows(tmp_path):
+    (tmp_path / "conftest.py").write_text((HERE / "conftest.py").read_text())
+    tests, started = tmp_path / "test_some.py", tmp_path / "started"
+    tests.write_text(
+        "import pathlib, time\ndef test_right(): pass\n"
+        f"def test_slow():\n    pathlib.Path({str(started)!r}).touch()\n    time.sleep(60)\n"
+    )
+    command = [sys.executable, HERE / "parallel.py", "1", tests, "-c", "/dev/null"]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    while not started.exists():
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.terminate()
+    said, _ = process.communicate(timeout=30)
+    assert process.returncode == 130 and "part 1 of 1, interrupted:\n." in said
+
+
+def test_progress_counts_tests():
+    said = "..F.s                                     [ 50%]\nE.\n1 failed\n"
+    assert "".join(PROGRESS.findall(said)) == "..F.sE."
 
 
 def test_a_number_of_processes_must_be_given():
