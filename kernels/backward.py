@@ -21,12 +21,13 @@ from .backward_smem import backward_layouts, backward_storage, row_layout, stage
 from .backward_steps import EarlySums, LateSums
 from .backward_store import SumStore
 from .backward_wide import WideConsumer
+from .backward_work import FIELDS, WorkSchedule
 from .blocks import Band
 from .config import WARPGROUP_THREADS, WARPS_PER_WARPGROUP, BackwardConfig
 from .forward import DTYPES, heads_last
 from .query_config import QueryConfig
 from .query_kernel import QueryKernel
-from .schedule import Schedule, make_tile_queue
+from .schedule import SLOTS, make_tile_queue
 
 
 class BackwardKernel:
@@ -36,8 +37,7 @@ class BackwardKernel:
         self.config = config
         self.dtype = DTYPES[config.dtype]
         self.band = Band(config.tile_n, config.right_bound)
-        # Also equal tiles come from the counter: SMs are not equally fast (profiling/NOTES.md)
-        self.schedule = Schedule(config.tile_n, True, config.descending, ordered=config.turns)
+        self.schedule = WorkSchedule(config.tile_n, True, config.descending, ordered=config.turns)
         self.prologue = Prologue(config, self.dtype)
         # Where dQ is not summed
         self.queries = None
@@ -170,7 +170,7 @@ class BackwardKernel:
         s_rows = storage.rows.get_tensor(row_layout(config))
         s_dq = storage.dq.get_tensor(cute.make_layout(staged_floats(config))) if config.sums else None
         readers = (WARPS_PER_WARPGROUP + config.sums) * config.consumer_warpgroups  # and the store warps
-        pipes, queue = self.pipelines(storage), make_tile_queue(storage, counter, True, readers)
+        pipes, queue = self.pipelines(storage), make_tile_queue(storage, counter, True, readers, (FIELDS, SLOTS))
         pipeline.pipeline_init_arrive(is_relaxed=True)
         pipeline.pipeline_init_wait()
         # Every thread waits for the launch before, so a launch's end implies the end of all before it
@@ -182,7 +182,7 @@ class BackwardKernel:
             cute.arch.setmaxregister_decrease(producer_registers)
             if warp == 0:
                 producer = BackwardProducer(config, self.band, self.schedule)
-                producer.run(tensors, (s_k, s_v, s_q, s_do, s_rows), pipes, queue, run)
+                producer.run(tensors, self.lengths(tensors), (s_k, s_v, s_q, s_do, s_rows), pipes, queue, run)
             elif const_expr(config.sums):
                 if warp <= config.consumer_warpgroups:
                     store = SumStore(config, self.band, self.schedule)

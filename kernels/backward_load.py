@@ -7,39 +7,37 @@ import cutlass.cute as cute
 from cutlass import pipeline
 
 from .args import BackwardRunTime
+from .backward_work import WorkSchedule
 from .blocks import Band
 from .config import BackwardConfig
 from .load import head_tiles, load
 from .phases import Phase, begin
-from .schedule import SLOTS, Schedule, TileQueue
+from .schedule import SLOTS, TileQueue
 
 
 @dataclass(frozen=True)
 class BackwardProducer:
     config: BackwardConfig
     band: Band
-    schedule: Schedule
+    schedule: WorkSchedule
 
     @cute.jit
-    def run(self, tensors: tuple, shared: tuple, pipes: tuple, queue: TileQueue, run: BackwardRunTime):
+    def run(self, tensors: tuple, lengths: tuple, shared: tuple, pipes: tuple, queue: TileQueue, run: BackwardRunTime):
         """All tiles of this CTA: the first Q, K, the first dO, V, then Q and dO of each step, head by head."""
         config = self.config
         tiled_k, tiled_v, tiled_q, tiled_do, tiled_rows = tensors
         s_k, s_v, s_q, s_do, s_rows = shared
         k_pipe, v_pipe, q_pipe, do_pipe = pipes
-        seqlen_q, _, heads, batch = tiled_q.tensor.shape
-        seqlen_k, _, heads_k, _ = tiled_k.tensor.shape
+        seqlen_q, seqlen_k, *_ = lengths
         producer = pipeline.PipelineUserType.Producer
         k_state, v_state = (pipeline.make_pipeline_state(producer, 1) for _ in range(2))
         q_state = pipeline.make_pipeline_state(producer, config.stages)
         do_state = pipeline.make_pipeline_state(producer, config.do_stages)
         queue_state = pipeline.make_pipeline_state(producer, SLOTS)
-        tiles = self.schedule.count(seqlen_k, run.head_parts, batch)
-        index, queue_state = self.schedule.fetch_first(queue, queue_state)
-        while index < tiles:
-            begin(Phase.TAKE_TILE)
-            n_block, part, batch_index = self.schedule.coordinates(index, seqlen_k, run.head_parts, batch, run.section)
-            head_k, head, last_head = run.heads_of(part, heads, heads_k)
+        begin(Phase.TAKE_TILE)
+        work, queue_state = self.schedule.hand_out(queue, queue_state, lengths, run, first=True)
+        while work.n_block >= 0:
+            n_block, head_k, _, batch_index, head, last_head = work
             first, _, end = self.band.query_blocks(n_block, config.tile_m, seqlen_q, seqlen_k, run.right)
             k_tiles, k_stages = head_tiles(tiled_k, s_k, (config.tile_n, config.head_dim), head_k, batch_index)
             v_tiles, v_stages = head_tiles(tiled_v, s_v, (config.tile_n, config.head_dim_v), head_k, batch_index)
@@ -64,7 +62,7 @@ class BackwardProducer:
                 head += 1
             # Late, so that whoever ends first gets the longest tile left
             begin(Phase.TAKE_TILE)
-            index, queue_state = self.schedule.fetch(queue, queue_state, index)
+            work, queue_state = self.schedule.hand_out(queue, queue_state, lengths, run)
         begin(Phase.TAKE_TILE)
         self.schedule.finish(queue)
         begin(Phase.EXIT)

@@ -4,6 +4,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
+from .backward_work import Work
 from .config import WARPGROUP_THREADS, BackwardConfig
 from .output import DirectOutput, Piece
 from .workspace import write_piece
@@ -15,22 +16,21 @@ def store_gradients(
     dtype: cutlass.Constexpr,
     outputs: tuple,
     totals: tuple,
-    where: tuple,
+    work: Work,
     warpgroup: Int32,
     first_key: Int32,
     scale: Float32,
 ):
     """In the input's dtype, or as one of the parts to be added later. ``totals``: dK and dV in registers."""
-    n_block, head_k, part, batch = where
     (out_dk, out_dv), (dk, dv) = outputs, totals
     if const_expr(config.split_heads):
-        part -= head_k * out_dk.shape[2]
-        write_piece(out_dk[batch, head_k, part, n_block, None], dk, warpgroup)
-        write_piece(out_dv[batch, head_k, part, n_block, None], dv, warpgroup)
+        place = work.batch, work.head_k, work.part - work.head_k * out_dk.shape[2], work.n_block, None
+        write_piece(out_dk[place], dk, warpgroup)
+        write_piece(out_dv[place], dv, warpgroup)
     else:
         for element in cutlass.range(cute.size(dk), unroll_full=True):
             dk[element] = dk[element] * scale
         thread = cute.arch.thread_idx()[0] % WARPGROUP_THREADS
-        piece = Piece(n_block, head_k, batch, warpgroup, thread, Boolean(False), first_key)
+        piece = Piece(work.n_block, work.head_k, work.batch, warpgroup, thread, Boolean(False), first_key)
         DirectOutput(dtype, config.head_dim).store(out_dk, None, dk, None, piece)
         DirectOutput(dtype, config.head_dim_v).store(out_dv, None, dv, None, piece)

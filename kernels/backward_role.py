@@ -12,6 +12,7 @@ from .args import BackwardRunTime
 from .backward_products import issue
 from .backward_role_products import RoleProducts
 from .backward_scores import first_queries_of, own_statistics
+from .backward_work import Work, WorkSchedule
 from .barriers import RoleBarrier
 from .blocks import Band
 from .config import WARPGROUP_THREADS, WGMMA_M, BackwardConfig
@@ -19,7 +20,7 @@ from .output import DirectOutput, Piece
 from .phases import Phase, begin
 from .products import new_accumulator, new_left_operand
 from .registers import kept, released_by_first_lane
-from .schedule import SLOTS, Schedule, TileQueue
+from .schedule import SLOTS, TileQueue
 from .softmax import QUAD
 from .workspace import write_piece
 
@@ -49,7 +50,7 @@ class Role:
     config: BackwardConfig
     dtype: type
     band: Band
-    schedule: Schedule
+    schedule: WorkSchedule
 
     @cute.jit
     def run(
@@ -57,7 +58,7 @@ class Role:
     ):
         """All tiles of this CTA. ``output``: dV or dK; ``shared``: K, V, Q, dO, the row statistics and P."""
         config = self.config
-        seqlen_q, seqlen_k, heads, heads_k, batch = lengths
+        seqlen_q, seqlen_k, *_ = lengths
         k_pipe, v_pipe, q_pipe, do_pipe = released_by_first_lane(pipes)
         thread = kept(cute.arch.thread_idx()[0] % WARPGROUP_THREADS)
         products = self.products(shared)
@@ -68,21 +69,18 @@ class Role:
         state = State(q_state, do_state, Int32(0))
         queue_state = pipeline.make_pipeline_state(consumer, SLOTS)
         own_key = thread // QUAD // 8 * 16 + thread // QUAD % 8
-        tiles = self.schedule.count(seqlen_k, run.head_parts, batch)
-        index, queue_state = self.schedule.receive_first(queue, queue_state)
+        work, queue_state = self.schedule.receive_work(queue, queue_state)
         self.open()
-        while index < tiles:
-            n_block, part, batch_index = self.schedule.coordinates(index, seqlen_k, run.head_parts, batch, run.section)
-            head_k, head, last_head = run.heads_of(part, heads, heads_k)
-            blocks = self.band.query_blocks(n_block, config.tile_m, seqlen_q, seqlen_k, run.right)
-            first_key = n_block * config.tile_n + own_key
+        while work.n_block >= 0:
+            blocks, head = self.band.query_blocks(work.n_block, config.tile_m, seqlen_q, seqlen_k, run.right), work.head
+            first_key = work.n_block * config.tile_n + own_key
             first_queries = first_queries_of(self.band, first_key, seqlen_q, seqlen_k, run.right)
             total = new_accumulator(products.total_add, (WGMMA_M, self.columns))
             total.fill(0.0)
             operand = new_left_operand(self.new_scores(products), self.dtype)
             k_pipe.consumer_wait(k_state)
             v_pipe.consumer_wait(v_state)
-            while head < last_head:
+            while head < work.last_head:
                 state = self.head(products, memory, state, total, operand, first_queries, blocks, run)
                 head += 1
             k_pipe.consumer_release(k_state)
@@ -90,9 +88,9 @@ class Role:
             k_state.advance()
             v_state.advance()
             begin(Phase.EPILOGUE)
-            self.store_total(output, total, (n_block, head_k, part, batch_index), first_key, run)
+            self.store_total(output, total, work, first_key, run)
             begin(Phase.WAIT_TILE)
-            index, queue_state = self.schedule.receive(queue, queue_state, index)
+            work, queue_state = self.schedule.receive_work(queue, queue_state)
         self.close()
         begin(Phase.EXIT)
 
@@ -100,17 +98,18 @@ class Role:
         return new_accumulator(products.scores_first, (WGMMA_M, self.config.tile_m))
 
     @cute.jit
-    def store_total(self, output: cute.Tensor, total: cute.Tensor, where: tuple, first_key: Int32, run):
+    def store_total(self, output: cute.Tensor, total: cute.Tensor, work: Work, first_key: Int32, run):
         """dV or dK of a K/V tile leaves: in the input's dtype, or as one of the parts to be added later."""
-        n_block, head_k, part, batch = where
         if const_expr(self.config.split_heads):
-            write_piece(output[batch, head_k, part - head_k * output.shape[2], n_block, None], total, Int32(0))
+            part = work.part - work.head_k * output.shape[2]
+            write_piece(output[work.batch, work.head_k, part, work.n_block, None], total, Int32(0))
         else:
             if const_expr(self.scaled):
                 for element in cutlass.range(cute.size(total), unroll_full=True):
                     total[element] = total[element] * run.scale
             thread = cute.arch.thread_idx()[0] % WARPGROUP_THREADS
-            piece = Piece(n_block, head_k, batch, Int32(self.warpgroup), thread, Boolean(False), first_key)
+            own = Int32(self.warpgroup)
+            piece = Piece(work.n_block, work.head_k, work.batch, own, thread, Boolean(False), first_key)
             DirectOutput(self.dtype, self.columns).store(output, None, total, None, piece)
 
     def statistics(self, memory: Memory, q_state):

@@ -1,8 +1,8 @@
 """The warps of the backward kernel that add dQ to global memory, one a consumer warpgroup.
 
 Sums of floats depend on their order. Where gradients shall be bit-equal (``deterministic``), each piece of dQ takes its
-K/V tiles in the order in which CTAs take these (``Schedule.ordered``), so that whoever is waited for runs already: a
-counter a piece says whose turn it is.
+K/V tiles in the order in which CTAs take these (``WorkSchedule.ordered``), so that whoever is waited for runs already;
+a counter a piece says whose turn it is.
 """
 
 from dataclasses import dataclass
@@ -12,11 +12,12 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr, pipeline
 
 from .args import BackwardRunTime
+from .backward_work import WorkSchedule
 from .barriers import BackwardBarrier
 from .blocks import Band
 from .config import WARPGROUP_THREADS, BackwardConfig
 from .phases import Phase, begin
-from .schedule import SLOTS, Schedule, TileQueue
+from .schedule import SLOTS, TileQueue
 from .workspace import add_shared
 
 WARP_THREADS = 32
@@ -52,7 +53,7 @@ def give_turn(turn: cute.Pointer):
 class SumStore:
     config: BackwardConfig
     band: Band
-    schedule: Schedule
+    schedule: WorkSchedule
 
     @cute.jit
     def run(
@@ -69,22 +70,20 @@ class SumStore:
         heads, blocks, pieces), how many K/V tiles a piece has taken.
         """
         config = self.config
-        seqlen_q, seqlen_k, heads, heads_k, batch = lengths
+        seqlen_q, seqlen_k, *_ = lengths
         queue_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, SLOTS)
         shared = cute.local_tile(s_dq, (config.piece_floats // config.sum_rounds,), (warpgroup,))
         sums_barrier(BackwardBarrier.SUMS_FREE, warpgroup, arrive=True)
-        tiles = self.schedule.count(seqlen_k, run.head_parts, batch)
-        index, queue_state = self.schedule.receive_first(queue, queue_state)
-        while index < tiles:
-            n_block, part, batch_index = self.schedule.coordinates(index, seqlen_k, run.head_parts, batch, run.section)
-            _, head, last_head = run.heads_of(part, heads, heads_k)
-            while head < last_head:
-                head_turns = turns[batch_index, head, None, None] if const_expr(config.turns) else None
-                head_sums = sums[batch_index, head, None, None]
-                self.add_head(head_sums, head_turns, shared, n_block, seqlen_q, seqlen_k, run, warpgroup)
+        work, queue_state = self.schedule.receive_work(queue, queue_state)
+        while work.n_block >= 0:
+            head = work.head
+            while head < work.last_head:
+                head_turns = turns[work.batch, head, None, None] if const_expr(config.turns) else None
+                head_sums = sums[work.batch, head, None, None]
+                self.add_head(head_sums, head_turns, shared, work.n_block, seqlen_q, seqlen_k, run, warpgroup)
                 head += 1
             begin(Phase.WAIT_TILE)
-            index, queue_state = self.schedule.receive(queue, queue_state, index)
+            work, queue_state = self.schedule.receive_work(queue, queue_state)
         if cute.arch.lane_idx() == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=False)
         begin(Phase.EXIT)

@@ -28,13 +28,14 @@ from .backward_scores import (
     write_scores,
 )
 from .backward_store import sums_barrier
+from .backward_work import WorkSchedule
 from .barriers import BackwardBarrier, WideBarrier
 from .blocks import Band
 from .config import WARPGROUP_THREADS, WARPS_PER_WARPGROUP, WGMMA_M, BackwardConfig
 from .phases import Phase, begin
 from .products import convert, new_accumulator, new_left_operand
 from .registers import kept, released_by_first_lane
-from .schedule import SLOTS, Schedule, TileQueue
+from .schedule import SLOTS, TileQueue
 from .softmax import QUAD
 from .workspace import write_piece
 
@@ -72,7 +73,7 @@ class WideConsumer:
     config: BackwardConfig
     dtype: type
     band: Band
-    schedule: Schedule
+    schedule: WorkSchedule
 
     @cute.jit
     def run(self, lengths: tuple, outputs: tuple, shared: tuple, pipes: tuple, queue: TileQueue, run: BackwardRunTime):
@@ -80,7 +81,7 @@ class WideConsumer:
         dQ.
         """
         config = self.config
-        seqlen_q, seqlen_k, heads, heads_k, batch = lengths
+        seqlen_q, seqlen_k, *_ = lengths
         s_k, s_v, s_q, s_do, s_rows, s_ds, s_dq = shared
         k_pipe, v_pipe, q_pipe, do_pipe = released_by_first_lane(pipes)
         thread = kept(cute.arch.thread_idx()[0] % WARPGROUP_THREADS)
@@ -97,14 +98,11 @@ class WideConsumer:
         state = State(q_state, do_state, Int32(0))
         queue_state = pipeline.make_pipeline_state(consumer, SLOTS)
         own_key = warpgroup * WGMMA_M + thread // QUAD // 8 * 16 + thread // QUAD % 8
-        tiles = self.schedule.count(seqlen_k, run.head_parts, batch)
-        index, queue_state = self.schedule.receive_first(queue, queue_state)
+        work, queue_state = self.schedule.receive_work(queue, queue_state)
         self.arrive(warpgroup, Int32(1))
-        while index < tiles:
-            n_block, part, batch_index = self.schedule.coordinates(index, seqlen_k, run.head_parts, batch, run.section)
-            head_k, head, last_head = run.heads_of(part, heads, heads_k)
-            blocks = self.band.query_blocks(n_block, config.tile_m, seqlen_q, seqlen_k, run.right)
-            first_key = n_block * config.tile_n + own_key
+        while work.n_block >= 0:
+            blocks, head = self.band.query_blocks(work.n_block, config.tile_m, seqlen_q, seqlen_k, run.right), work.head
+            first_key = work.n_block * config.tile_n + own_key
             tile = Tile(
                 new_accumulator(products.dk_add, (WGMMA_M, config.head_dim)),
                 new_accumulator(products.dv_add, (WGMMA_M, config.head_dim_v)),
@@ -115,7 +113,7 @@ class WideConsumer:
             tile.dv.fill(0.0)
             k_pipe.consumer_wait(k_state)
             v_pipe.consumer_wait(v_state)
-            while head < last_head:
+            while head < work.last_head:
                 state = self.head(products, dk, memory, state, tile, blocks, warpgroup, run)
                 head += 1
             k_pipe.consumer_release(k_state)
@@ -123,10 +121,10 @@ class WideConsumer:
             k_state.advance()
             v_state.advance()
             begin(Phase.EPILOGUE)
-            where, totals = (n_block, head_k, part, batch_index), (tile.dk, tile.dv)
-            store_gradients(config, self.dtype, outputs, totals, where, warpgroup, first_key, run.scale)
+            totals = tile.dk, tile.dv
+            store_gradients(config, self.dtype, outputs, totals, work, warpgroup, first_key, run.scale)
             begin(Phase.WAIT_TILE)
-            index, queue_state = self.schedule.receive(queue, queue_state, index)
+            work, queue_state = self.schedule.receive_work(queue, queue_state)
         # No barrier is left half full
         self.wait(warpgroup, state.parity ^ 1)
         sums_barrier(BackwardBarrier.SUMS_FREE, warpgroup, arrive=False)

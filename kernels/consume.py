@@ -87,8 +87,7 @@ class Consumer:
         queue_state = pipeline.make_pipeline_state(consumer, SLOTS)
         q_state = pipeline.PipelineState(config.consumer_warpgroups, Int32(0), warpgroup, Int32(0))
         self.turns.open(warpgroup)
-        tiles = self.schedule.count(seqlen_q, heads, batch)
-        index, queue_state = self.schedule.receive_first(queue, queue_state)
+        index, tiles = self.schedule.first(), self.schedule.count(seqlen_q, heads, batch)
         while index < tiles:
             m_block, head, batch_index = self.schedule.coordinates(index, seqlen_q, heads, batch, run.section)
             first_query = m_block * config.tile_m

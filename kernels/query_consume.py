@@ -99,8 +99,7 @@ class QueryConsumer:
             pipeline.make_pipeline_state(consumer, config.value_stages),
         )
         queue_state = pipeline.make_pipeline_state(consumer, SLOTS)
-        tiles = self.schedule.count(seqlen_q, heads, batch)
-        index, queue_state = self.schedule.receive_first(queue, queue_state)
+        index, tiles = self.schedule.first(), self.schedule.count(seqlen_q, heads, batch)
         while index < tiles:
             m_block, head, batch_index = self.schedule.coordinates(index, seqlen_q, heads, batch, run.section)
             blocks = self.band.blocks(m_block * config.tile_m, config.tile_m, seqlen_q, seqlen_k, run.right)

@@ -35,8 +35,7 @@ class QueryProducer:
         k_state = pipeline.make_pipeline_state(producer, config.stages)
         v_state = pipeline.make_pipeline_state(producer, config.value_stages)
         queue_state = pipeline.make_pipeline_state(producer, SLOTS)
-        tiles = self.schedule.count(seqlen_q, heads, batch)
-        index, queue_state = self.schedule.fetch_first(queue, queue_state)
+        index, tiles = self.schedule.first(), self.schedule.count(seqlen_q, heads, batch)
         while index < tiles:
             begin(Phase.TAKE_TILE)
             m_block, head, batch_index = self.schedule.coordinates(index, seqlen_q, heads, batch, run.section)

@@ -22,9 +22,15 @@ class TileQueue(NamedTuple):
 
 
 @cute.jit
-def make_tile_queue(storage, counter: cute.Tensor, dynamic: cutlass.Constexpr[bool], readers: cutlass.Constexpr[int]):
-    """Slots and barriers through which the producer warp hands tile indices to the ``readers``, warps that each take
-    all of them.
+def make_tile_queue(
+    storage,
+    counter: cute.Tensor,
+    dynamic: cutlass.Constexpr[bool],
+    readers: cutlass.Constexpr[int],
+    slots: cutlass.Constexpr = SLOTS,
+):
+    """Slots and barriers through which the producer warp tells the ``readers``, warps that each take all that it says.
+    ``slots``: shape of the slots.
     """
     if const_expr(not dynamic):
         return TileQueue(None, None, None)
@@ -36,7 +42,7 @@ def make_tile_queue(storage, counter: cute.Tensor, dynamic: cutlass.Constexpr[bo
         consumer_group=group(readers),
         defer_sync=True,
     )
-    return TileQueue(counter, storage.queue_slots.get_tensor(cute.make_layout(SLOTS)), pipe)
+    return TileQueue(counter, storage.queue_slots.get_tensor(cute.make_layout(slots)), pipe)
 
 
 @dataclass(frozen=True)
@@ -45,30 +51,15 @@ class Schedule:
 
     Heads come in sections whose K and V fit in L2 together. Where a right bound makes tiles unequal, each section's
     longest come first. Tiles are dealt in turn, or (``dynamic``) a CTA fetches its next one from a global counter.
-    Where one tile waits for another (``ordered``), it fetches its first there as well: then whoever holds the lowest
-    number is running and waits for nobody, however many CTAs run.
     """
 
     tile_m: int
     dynamic: bool
     descending: bool  # a head's last tile is the longest and comes first
-    ordered: bool = False  # needs ``dynamic``
 
     @cute.jit
-    def fetch_first(self, queue: TileQueue, state):
-        """As ``fetch``, the CTA's first index."""
-        index = cute.arch.block_idx()[0]
-        if const_expr(self.ordered):
-            index, state = self.fetch(queue, state, index)
-        return index, state
-
-    @cute.jit
-    def receive_first(self, queue: TileQueue, state):
-        """As ``receive``, the CTA's first index."""
-        index = cute.arch.block_idx()[0]
-        if const_expr(self.ordered):
-            index, state = self.receive(queue, state, index)
-        return index, state
+    def first(self) -> Int32:
+        return cute.arch.block_idx()[0]
 
     @cute.jit
     def m_blocks(self, seqlen_q: Int32) -> Int32:
@@ -101,15 +92,21 @@ class Schedule:
         ctas = cute.arch.grid_dim()[0]
         following = index + ctas
         if const_expr(self.dynamic):
-            dealt = 0 if self.ordered else ctas
             queue.pipe.producer_acquire(state)
+            following = self.take(queue, ctas)
             if cute.arch.lane_idx() == 0:
-                following = dealt + cute.arch.atomic_add(queue.counter.iterator, Int32(1), sem="relaxed", scope="gpu")
                 queue.slots[state.index] = following
                 queue.pipe.producer_commit(state)
-            following = cute.arch.shuffle_sync(following, 0)
             state.advance()
         return following, state
+
+    @cute.jit
+    def take(self, queue: TileQueue, dealt: Int32) -> Int32:
+        """Producer warp: an index from the counter, behind those that are ``dealt``."""
+        index = Int32(0)
+        if cute.arch.lane_idx() == 0:
+            index = dealt + cute.arch.atomic_add(queue.counter.iterator, Int32(1), sem="relaxed", scope="gpu")
+        return cute.arch.shuffle_sync(index, 0)
 
     @cute.jit
     def receive(self, queue: TileQueue, state, index: Int32):

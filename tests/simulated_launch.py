@@ -89,9 +89,9 @@ class Launch:
         for warp in warps:
             self.simulation.add_warp(cta, warp, lambda: role.run(*arguments))
 
-    def queue(self, cta, dynamic, readers):
+    def queue(self, cta, dynamic, readers, slots=2):
         pipe = Pipe(cta, "queue", 2, readers, copies=0) if dynamic else None
-        return self.kernels["schedule"].TileQueue(self.counter, [None, None], pipe)
+        return self.kernels["schedule"].TileQueue(self.counter, Memory(np.full(slots, -2)), pipe)
 
     def band(self, config):
         return self.kernels["blocks"].Band(config.tile_n, config.right_bound)
@@ -143,7 +143,8 @@ class KeysLaunch(Launch):
         options = (tile_m, 2, deterministic, split)
         self.config = config = kernels["config"].BackwardConfig("bfloat16", *head_dims, shape.bounded, *options)
         self.band = self.band(config)
-        self.schedule = kernels["schedule"].Schedule(config.tile_n, True, config.descending, config.turns)
+        self.work = kernels["backward_work"]
+        self.schedule = self.work.WorkSchedule(config.tile_n, True, config.descending, config.turns)
         self.steps, self.tiles = (-(-length // tile) for length, tile in self.lengths_and_tiles())
         self.run_time = kernels["args"].BackwardRunTime(
             SCALE_LOG2, SCALE, shape.right or 0, shape.section * shape.split, shape.heads_k * shape.split
@@ -189,10 +190,11 @@ class KeysLaunch(Launch):
             Pipe(cta, "Q", config.stages, consumers, copies=2),
             Pipe(cta, "dO", config.do_stages, consumers),
         )
-        queue = self.queue(cta, True, consumers + config.sums * config.consumer_warpgroups)
+        readers = consumers + config.sums * config.consumer_warpgroups
+        queue = self.queue(cta, True, readers, slots=(self.work.FIELDS, 2))
         role = (config, None, self.band, self.schedule)
         producer = kernels["backward_load"].BackwardProducer(config, self.band, self.schedule)
-        self.add_warps(cta, [0], producer, self.tensors, shared, pipes, queue, self.run_time)
+        self.add_warps(cta, [0], producer, self.tensors, self.lengths, shared, pipes, queue, self.run_time)
         if config.roles:
             p = Memory(np.full((2, WARPGROUP_ROWS, config.tile_m), np.nan))
             roles = kernels["backward_roles"]

@@ -102,7 +102,7 @@ def test_turns_follow_the_order_of_the_tiles(right_bound, rows):
     was taken before.
     """
     band = Band(TILE_N, right_bound)
-    schedule = Schedule(TILE_N, dynamic=True, descending=right_bound, ordered=True)
+    schedule = Schedule(TILE_N, dynamic=True, descending=right_bound)
     steps = [
         (n_block, block, *each)
         for each, tiles in visits(right_bound, rows).items()

@@ -97,7 +97,13 @@ FAULTS = {
         "early sums, in order", "backward_store", "self.finish_turn(turns, end - 1, warpgroup)", "pass"
     ),
     "the first tiles are left out": (
-        "wide, in order", "schedule", "dealt = 0 if self.ordered else ctas", "dealt = ctas"
+        "wide, in order", "backward_work", "self.take(queue, Int32(0))", "self.take(queue, Int32(2))"
+    ),
+    "a slot is given back before it is read": (
+        "wide", "backward_work",
+        "work = Work(*(cute.arch.make_warp_uniform(queue.slots[field, state.index]) for field in range(FIELDS)))",
+        "queue.pipe.consumer_release(state)\n        cute.arch.sync_warp()\n        "
+        "work = Work(*(cute.arch.make_warp_uniform(queue.slots[field, state.index]) for field in range(FIELDS)))",
     ),
     "a part of dQ is staged over the one before": (
         "wide, dQ in parts", "backward_wide",
