@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, pipeline
+from cutlass import Int32, pipeline
 from cutlass.cute.nvgpu import warpgroup as wgmma
 
 from .args import BackwardRunTime
@@ -62,7 +62,6 @@ class State(NamedTuple):
     do: pipeline.PipelineState
     ds: pipeline.PipelineState
     parity: Int32  # of the step: which barriers say that its dS is there
-    follows: Boolean  # another step of the same head
 
 
 @dataclass(frozen=True)
@@ -96,7 +95,7 @@ class BackwardConsumer:
         k_state, v_state = (pipeline.make_pipeline_state(consumer, 1) for _ in range(2))
         q_state, do_state = (pipeline.make_pipeline_state(consumer, config.stages) for _ in range(2))
         ds_state = pipeline.make_pipeline_state(consumer, config.score_stages)
-        state = State(q_state, do_state, ds_state, Int32(0), Boolean(False))
+        state = State(q_state, do_state, ds_state, Int32(0))
         queue_state = pipeline.make_pipeline_state(consumer, SLOTS)
         own_key = warpgroup * WGMMA_M + thread // QUAD // 8 * 16 + thread // QUAD % 8
         work, queue_state = self.schedule.receive_work(queue, queue_state)
@@ -146,13 +145,15 @@ class BackwardConsumer:
         wgmma.wait_group(0)
         self.probabilities(tile, scores, lse, first, run, masked=True)
         memory.do_pipe.consumer_wait(state.do)
-        # What stands as dQ of the step before the first is not stored
-        self.scores_written(warpgroup, state.parity ^ 1)
-        for block in cutlass.range(first + 1, unmasked, unroll=1):
+        second, third = first + 1, first + 2
+        # One step at most, and a loop rather than a branch
+        for block in cutlass.range(second, cutlass.min(third, end), unroll=1):
+            state = self.step(products, memory, state, tile, block, warpgroup, run, masked=True, follows=False)
+        for block in cutlass.range(third, unmasked, unroll=1):
             state = self.step(products, memory, state, tile, block, warpgroup, run, masked=True)
-        for block in cutlass.range(cutlass.max(first + 1, unmasked), end, unroll=1):
+        for block in cutlass.range(cutlass.max(third, unmasked), end, unroll=1):
             state = self.step(products, memory, state, tile, block, warpgroup, run, masked=False)
-        return self.last_step(products, memory, state, tile, warpgroup)
+        return self.last_step(products, memory, state, tile, warpgroup, second < end)
 
     @cute.jit
     def last_dq(self, products: BackwardProducts, memory: Memory, state: State, warpgroup: Int32) -> State:
@@ -167,8 +168,7 @@ class BackwardConsumer:
         state.q.advance()
         state.do.advance()
         state.ds.advance()
-        # The next head's first step takes the same barriers: the others may only be full when all have passed these
-        return State(state.q, state.do, state.ds, state.parity, Boolean(False))
+        return State(state.q, state.do, state.ds, state.parity ^ 1)
 
     @cute.jit
     def issue_scores(self, products: BackwardProducts, q_state):

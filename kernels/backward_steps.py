@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32
+from cutlass import Boolean, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup as wgmma
 
 from .args import BackwardRunTime
@@ -34,9 +34,12 @@ class EarlySums(BackwardConsumer):
         warpgroup: Int32,
         run: BackwardRunTime,
         masked: cutlass.Constexpr[bool],
+        follows: cutlass.Constexpr[bool] = True,
     ) -> State:
-        """dV and dK of the step before ``block``, dQ of the one before that; P of ``block``."""
-        ds = self.gradients(products, memory, state, tile, warpgroup)
+        """dV and dK of the step before ``block``; dQ of the one before that, if there is one: if it ``follows``; P of
+        ``block``.
+        """
+        ds = self.gradients(products, memory, state, tile, warpgroup, follows)
         following = state.q.clone()
         following.advance()
         memory.q_pipe.consumer_wait(following)
@@ -53,31 +56,36 @@ class EarlySums(BackwardConsumer):
         wgmma.wait_group(0)
         release_queries(memory.q_pipe, state.q)
         state.ds.advance()
-        return State(following, state.do, state.ds, state.parity ^ 1, Boolean(True))
+        return State(following, state.do, state.ds, state.parity ^ 1)
 
     @cute.jit
     def last_step(
-        self, products: BackwardProducts, memory: Memory, state: State, tile: Tile, warpgroup: Int32
+        self, products: BackwardProducts, memory: Memory, state: State, tile: Tile, warpgroup: Int32, follows: Boolean
     ) -> State:
-        """A head's last step, with its own dQ."""
-        ds = self.gradients(products, memory, state, tile, warpgroup)
+        """A head's last step, with its own dQ. ``follows``: it is not the only one."""
+        ds = self.gradients(products, memory, state, tile, warpgroup, follows)
         self.issue_dk(products, state, tile, ds)
         return self.last_dq(products, memory, state, warpgroup)
 
     @cute.jit
-    def gradients(self, products: BackwardProducts, memory: Memory, state: State, tile: Tile, warpgroup: Int32):
-        """dS of a step, and dQ of the one before; dV is left in flight."""
+    def gradients(
+        self, products: BackwardProducts, memory: Memory, state: State, tile: Tile, warpgroup: Int32, follows
+    ):
+        """dS of a step, and dQ of the one before; dV is left in flight. ``follows``: known here or in the kernel."""
         delta = self.statistics(memory, state.q, DELTA)
-        self.wait_scores(warpgroup, state.parity ^ 1)
-        dp = self.issue_dp(products, state)
-        dq = self.issue_dq_before(products, state)
+        if follows:
+            self.wait_scores(warpgroup, state.parity ^ 1)
+        dp, dq = self.issue_dp(products, state), None
+        if const_expr(follows is not False):
+            dq = self.issue_dq_before(products, state)
         self.issue_dv(products, state, tile)
-        wgmma.wait_group(2)
+        wgmma.wait_group(1 if dq is None else 2)
         ds = self.score_gradients(tile, dp, delta)
         self.write_scores(products, memory, state, ds, dp.layout, warpgroup)
-        wgmma.wait_group(1)
-        if state.follows:
-            self.stage_dq(memory, dq, warpgroup)
+        if const_expr(dq is not None):
+            wgmma.wait_group(1)
+            if follows:
+                self.stage_dq(memory, dq, warpgroup)
         return ds
 
 
@@ -98,18 +106,23 @@ class LateSums(BackwardConsumer):
         warpgroup: Int32,
         run: BackwardRunTime,
         masked: cutlass.Constexpr[bool],
+        follows: cutlass.Constexpr[bool] = True,
     ) -> State:
-        """dV and dK of the step before ``block``, dQ of the one before that; P of ``block``."""
-        ds = self.gradients(products, memory, state, tile, warpgroup)
+        """dV and dK of the step before ``block``; dQ of the one before that, if there is one: if it ``follows``; P of
+        ``block``.
+        """
+        ds = self.gradients(products, memory, state, tile, warpgroup, follows)
+        dq = None
         following = state.q.clone()
         following.advance()
-        dq = self.issue_dq_before(products, state)
+        if const_expr(follows):
+            dq = self.issue_dq_before(products, state)
         self.issue_dk(products, state, tile, ds)
         # Before dQ is staged: behind that, even to look at the barrier would wait for the writes
         memory.q_pipe.consumer_wait(following)
         wgmma.wait_group(1)
         memory.do_pipe.consumer_release(state.do)
-        if state.follows:
+        if const_expr(follows):
             self.stage_dq(memory, dq, warpgroup)
         lse = self.statistics(memory, following, LSE)
         scores = self.issue_scores(products, following)
@@ -119,29 +132,33 @@ class LateSums(BackwardConsumer):
         memory.do_pipe.consumer_wait(state.do)
         release_queries(memory.q_pipe, state.q)
         state.ds.advance()
-        return State(following, state.do, state.ds, state.parity ^ 1, Boolean(True))
+        return State(following, state.do, state.ds, state.parity ^ 1)
 
     @cute.jit
     def last_step(
-        self, products: BackwardProducts, memory: Memory, state: State, tile: Tile, warpgroup: Int32
+        self, products: BackwardProducts, memory: Memory, state: State, tile: Tile, warpgroup: Int32, follows: Boolean
     ) -> State:
-        """A head's last step, with its own dQ."""
-        ds = self.gradients(products, memory, state, tile, warpgroup)
+        """A head's last step, with its own dQ. ``follows``: it is not the only one."""
+        ds = self.gradients(products, memory, state, tile, warpgroup, follows)
+        # Of no step, and not stored, if this is the only one: there are no branches around WGMMAs
         dq = self.issue_dq_before(products, state)
         self.issue_dk(products, state, tile, ds)
         wgmma.wait_group(1)
-        if state.follows:
+        if follows:
             self.stage_dq(memory, dq, warpgroup)
         return self.last_dq(products, memory, state, warpgroup)
 
     @cute.jit
-    def gradients(self, products: BackwardProducts, memory: Memory, state: State, tile: Tile, warpgroup: Int32):
-        """dS of a step; dV is left in flight."""
+    def gradients(
+        self, products: BackwardProducts, memory: Memory, state: State, tile: Tile, warpgroup: Int32, follows
+    ):
+        """dS of a step; dV is left in flight. ``follows``: known here or in the kernel."""
         delta = self.statistics(memory, state.q, DELTA)
         dp = self.issue_dp(products, state)
         self.issue_dv(products, state, tile)
         wgmma.wait_group(1)
         ds = self.score_gradients(tile, dp, delta)
-        self.wait_scores(warpgroup, state.parity ^ 1)
+        if follows:
+            self.wait_scores(warpgroup, state.parity ^ 1)
         self.write_scores(products, memory, state, ds, dp.layout, warpgroup)
         return ds

@@ -76,7 +76,8 @@ FAULTS = {
     ),
     "dQ does not wait for the other's dS": (
         "late sums", "backward_steps",
-        "ds = self.score_gradients(tile, dp, delta)\n        self.wait_scores(warpgroup, state.parity ^ 1)",
+        "ds = self.score_gradients(tile, dp, delta)\n        if follows:\n"
+        "            self.wait_scores(warpgroup, state.parity ^ 1)",
         "ds = self.score_gradients(tile, dp, delta)",
     ),
     "a bulk copy still reads": (
