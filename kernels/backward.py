@@ -25,6 +25,7 @@ from .backward_work import FIELDS, WorkSchedule
 from .blocks import Band
 from .config import WARPGROUP_THREADS, WARPS_PER_WARPGROUP, BackwardConfig
 from .forward import DTYPES, heads_last
+from .phases import Phase, begin
 from .query_config import QueryConfig
 from .query_kernel import QueryKernel
 from .schedule import SLOTS, make_tile_queue
@@ -34,6 +35,7 @@ class BackwardKernel:
     """Everything about the kernels that is fixed at compile time."""
 
     def __init__(self, config: BackwardConfig):
+        config.check()
         self.config = config
         self.dtype = DTYPES[config.dtype]
         self.band = Band(config.tile_n, config.right_bound)
@@ -150,11 +152,12 @@ class BackwardKernel:
     def kernel(
         self,
         tensors: tuple,
-        sums: tuple,
+        sums_and_turns: tuple,
         outputs: tuple,
         counter: cute.Tensor,
         run: BackwardRunTime,
     ):
+        begin(Phase.SETUP)
         config = self.config
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         # Descriptors, shared memory, barriers
@@ -186,7 +189,7 @@ class BackwardKernel:
             elif const_expr(config.sums):
                 if warp <= config.consumer_warpgroups:
                     store = SumStore(config, self.band, self.schedule)
-                    store.run(self.lengths(tensors), *sums, s_dq, queue, run, warp - 1)
+                    store.run(self.lengths(tensors), *sums_and_turns, s_dq, queue, run, warp - 1)
         else:
             cute.arch.setmaxregister_increase(consumer_registers)
             shared = (s_k, s_v, s_q, s_do, s_rows[0, None, None])

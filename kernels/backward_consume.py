@@ -227,7 +227,7 @@ class BackwardConsumer:
     @cute.jit
     def wait_scores(self, warpgroup: Int32, parity: Int32):
         """Wait for the other warpgroup's part, and make both visible to WGMMA. This fence waits for all that the
-        thread has written to shared memory: here, a step after dS was written, that is long done.
+        thread has written to shared memory: here, but for a head's last step, dS was written a step ago.
         """
         barrier = int(BackwardBarrier.SCORES) + 2 * parity + 1 - warpgroup
         cute.arch.barrier(barrier_id=barrier, number_of_threads=2 * WARPGROUP_THREADS)

@@ -29,10 +29,10 @@ class Prologue:
     dtype: type
 
     @cute.jit
-    def run(self, out: cute.Tensor, do: cute.Tensor, lse: cute.Tensor, dlse, rows: cute.Tensor, dq, turns):
+    def run(self, out: cute.Tensor, do: cute.Tensor, lse: cute.Tensor, dlse, rows: cute.Tensor, sums, turns):
         """One step's queries of one head. out, do: (batch, seqlen_q, heads, head_dim_v); lse, dlse (or None): (batch,
-        heads, seqlen_q); rows: (batch, heads, blocks, 2 tile_m); dq: (batch, heads, blocks, floats), or None;
-        turns (batch, heads, blocks, pieces), or None: also set to 0.
+        heads, seqlen_q); rows: (batch, heads, blocks, 2 tile_m); sums of dQ: (batch, heads, blocks, floats),
+        or None; turns (batch, heads, blocks, pieces), or None: also set to 0.
         """
         thread = cute.arch.thread_idx()[0]
         block, head, batch = tile_of(cute.arch.block_idx()[0], rows.shape[2], rows.shape[1])
@@ -48,8 +48,8 @@ class Prologue:
             given = tuple(self.group(each[batch, query, head, None], column) for each in (out, do))
             scalars = tuple(each[batch, head, query] for each in (lse, dlse) if each is not None)
             read.append((given, scalars))
-        if const_expr(dq is not None):
-            self.clear(dq[batch, head, block, None], thread)
+        if const_expr(sums is not None):
+            self.clear(sums[batch, head, block, None], thread)
         if const_expr(turns is not None):
             if thread < turns.shape[3]:
                 turns[batch, head, block, thread] = Int32(0)

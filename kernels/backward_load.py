@@ -60,7 +60,7 @@ class BackwardProducer:
                     do_state = load(Phase.LOAD_DO, tiled_do.atom, do_tiles[None, block], do_stages, do_pipe, do_state)
                 first, _, _ = self.band.query_blocks(n_block, config.tile_m, seqlen_q, seqlen_k, run.right)
                 head += 1
-            # Late, so that whoever ends first gets the longest tile left
+            # Late, so that whoever ends first gets the next tile
             begin(Phase.TAKE_TILE)
             work, queue_state = self.schedule.hand_out(queue, queue_state, lengths, run)
         begin(Phase.TAKE_TILE)

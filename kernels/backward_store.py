@@ -129,6 +129,8 @@ class SumStore:
                 self.finish_turn(turns, block - 1, warpgroup)
             while taken != expected:
                 taken = read_turn(turn)
+            # The counter was read as ordinary memory, the sum is added by the asynchronous proxy: behind it
+            cute.arch.inline_ptx("fence.proxy.async.global;")
 
     @cute.jit
     def finish_turn(self, turns: cute.Tensor, block: Int32, warpgroup: Int32):

@@ -46,7 +46,7 @@ class Memory(NamedTuple):
     q_pipe: pipeline.PipelineTmaAsync
     do_pipe: pipeline.PipelineTmaAsync
     rows: cute.Tensor  # (LSE and delta of a step, stages)
-    ds: cute.Tensor  # (tile_n, tile_m, 2)
+    ds: cute.Tensor  # this warpgroup's part: (64 keys, tile_m, 2)
     dq: cute.Tensor  # a part of each warpgroup's piece of dQ
     thread: Int32  # of the warpgroup
 

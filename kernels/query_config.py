@@ -10,11 +10,12 @@ from .config import (
     SHORT_DTYPES,
     WARPGROUP_THREADS,
     WGMMA_M,
+    Checked,
 )
 
 
 @dataclass(frozen=True)
-class QueryConfig:
+class QueryConfig(Checked):
     """A CTA owns 128 queries, 64 a consumer warpgroup, whose dQ stays in registers while it visits the keys that they
     see, ``tile_n`` at a time.
     """
@@ -64,3 +65,11 @@ class QueryConfig:
         queries = self.tile_m * (self.head_dim + self.head_dim_v) * ELEMENT_BYTES
         keys = self.tile_n * (self.stages * self.head_dim + value_stages * self.head_dim_v) * ELEMENT_BYTES
         return SHARED_ALIGNMENT + queries + keys  # barriers fill less than the first
+
+    def rules(self):
+        return (
+            (
+                self.smem_bytes() <= SHARED_MEMORY_LIMIT,
+                f"shared memory must be at most {SHARED_MEMORY_LIMIT} bytes, got {self.smem_bytes()}",
+            ),
+        )

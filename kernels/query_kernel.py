@@ -31,6 +31,7 @@ class QueryKernel:
     """Everything about the kernel that is fixed at compile time."""
 
     def __init__(self, config: QueryConfig, dtype, statistics_rows: int):
+        config.check()
         self.config = config
         self.dtype = dtype
         self.statistics_rows = statistics_rows  # queries of one line of row statistics

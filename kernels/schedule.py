@@ -1,4 +1,4 @@
-"""Which Q tiles a CTA computes, and in which order."""
+"""Which tiles a CTA computes, of Q or (backward) of K and V, and in which order."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -49,42 +49,43 @@ def make_tile_queue(
 class Schedule:
     """Persistent CTAs, one an SM.
 
-    Heads come in sections whose K and V fit in L2 together. Where a right bound makes tiles unequal, each section's
-    longest come first. Tiles are dealt in turn, or (``dynamic``) a CTA fetches its next one from a global counter.
+    Heads come in sections of which what their tiles share fits in L2. Tiles are dealt in turn, or (``dynamic``) a CTA
+    fetches its next one from a global counter. Where a right bound makes them unequal, a head's longest come first: of
+    Q the last ones (``descending``).
     """
 
-    tile_m: int
+    tile: int  # rows
     dynamic: bool
-    descending: bool  # a head's last tile is the longest and comes first
+    descending: bool  # a head's last tile comes first
 
     @cute.jit
     def first(self) -> Int32:
         return cute.arch.block_idx()[0]
 
     @cute.jit
-    def m_blocks(self, seqlen_q: Int32) -> Int32:
-        """Q tiles of one head."""
-        return (seqlen_q + self.tile_m - 1) // self.tile_m
+    def blocks_of_head(self, length: Int32) -> Int32:
+        """Tiles of one head."""
+        return (length + self.tile - 1) // self.tile
 
     @cute.jit
-    def count(self, seqlen_q: Int32, heads: Int32, batch: Int32) -> Int32:
+    def count(self, length: Int32, heads: Int32, batch: Int32) -> Int32:
         """Number of tiles; indices from here on mean that there is no more work."""
-        return self.m_blocks(seqlen_q) * heads * batch
+        return self.blocks_of_head(length) * heads * batch
 
     @cute.jit
-    def coordinates(self, index: Int32, seqlen_q: Int32, heads: Int32, batch: Int32, section: Int32):
-        """``(m_block, head, batch_index)`` of a tile."""
-        m_blocks = self.m_blocks(seqlen_q)
-        section_index = index // (section * m_blocks)
-        within = index - section_index * section * m_blocks
+    def coordinates(self, index: Int32, length: Int32, heads: Int32, batch: Int32, section: Int32):
+        """``(block, head, batch_index)`` of a tile."""
+        blocks = self.blocks_of_head(length)
+        section_index = index // (section * blocks)
+        within = index - section_index * section * blocks
         first_head = section_index * section
         in_section = cutlass.min(section, heads * batch - first_head)
-        m_block = within // in_section
-        head_of_all = first_head + within - m_block * in_section
+        block = within // in_section
+        head_of_all = first_head + within - block * in_section
         if const_expr(self.descending):
-            m_block = m_blocks - 1 - m_block
+            block = blocks - 1 - block
         batch_index = head_of_all // heads
-        return m_block, head_of_all - batch_index * heads, batch_index
+        return block, head_of_all - batch_index * heads, batch_index
 
     @cute.jit
     def fetch(self, queue: TileQueue, state, index: Int32):

@@ -105,7 +105,7 @@ HALF_DIMS = ((64, 64, True), (80, 80, False), (128, 128, True), (192, 128, False
 # Of the backward, whose kernels take longer to compile: two different classes under one mask, fewer in float16.
 BACKWARD_UNEVEN_DIMS = (
     (64, 128, True), (128, 64, False), (96, 128, True), (192, 128, True), (192, 128, False), (256, 64, False),
-    (64, 256, True),
+    (64, 256, True), (256, 96, False), (128, 256, True),
 )  # fmt: skip
 BACKWARD_HALF_DIMS = ((64, 64, True), (128, 128, True), (192, 128, False), (256, 256, True))
 
@@ -160,6 +160,19 @@ def _many_tiles():
     ]  # fmt: skip
 
 
+def _own_heads():
+    """A K/V head for each query head, so that dK and dV leave whole: with fewer, few tiles are split over SMs and leave
+    as parts (plan.head_parts). One case for each pair of tile classes and mask of the others.
+    """
+    pairs = [(d, d, causal, "bfloat16") for d in (96, 192) for causal in MASKS]
+    pairs += [(d, d_v, causal, "bfloat16") for d, d_v, causal in BACKWARD_UNEVEN_DIMS]
+    pairs += [(d, d_v, causal, "float16") for d, d_v, causal in BACKWARD_HALF_DIMS]
+    return [
+        replace(SMALL, seqlen_q=200, seqlen_k=300, heads_k=2, head_dim=d, head_dim_v=d_v, causal=causal, dtype=dtype)
+        for d, d_v, causal, dtype in pairs
+    ]
+
+
 _SHARED = _lengths() + _groups() + _right_bounds() + _many_tiles()
 FORWARD = tuple(_head_dims(UNEVEN_DIMS, HALF_DIMS) + _SHARED)
-BACKWARD = tuple(_head_dims(BACKWARD_UNEVEN_DIMS, BACKWARD_HALF_DIMS) + _SHARED)
+BACKWARD = tuple(_head_dims(BACKWARD_UNEVEN_DIMS, BACKWARD_HALF_DIMS) + _SHARED + _own_heads())

@@ -111,10 +111,11 @@ def test_a_gradient_of_the_lse_with_strides(stride, device):
     check_all(q, k, v, None, dlse=dlse.transpose(1, 2).contiguous().transpose(1, 2))
 
 
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(64, 64), (192, 64), (256, 256)])
 @pytest.mark.parametrize("seqlen_k", [1, 100, 113, 128, 200])
-def test_rows_past_the_end_of_a_view_never_matter(seqlen_k, device):
+def test_rows_past_the_end_of_a_view_never_matter(seqlen_k, head_dim, head_dim_v, device):
     """NaN behind the last key and the last query of every tensor: tiles that reach there must not take it in."""
-    tensors = tensors_of(replace(SMALL, seqlen_q=256, seqlen_k=256, head_dim=64, head_dim_v=64), device)
+    tensors = tensors_of(replace(SMALL, seqlen_q=256, seqlen_k=256, head_dim=head_dim, head_dim_v=head_dim_v), device)
     lengths = (100, seqlen_k, seqlen_k, 100)
     for x, length in zip(tensors, lengths, strict=True):
         x[:, length:] = math.nan
@@ -123,9 +124,9 @@ def test_rows_past_the_end_of_a_view_never_matter(seqlen_k, device):
         check(q, k, v, dout=dout, causal=causal)
 
 
-@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(72, 72), (104, 120)])
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(72, 72), (104, 120), (200, 200)])
 def test_columns_past_the_end_of_a_view_never_matter(head_dim, head_dim_v, device):
-    tensors = tensors_of(SMALL, device)
+    tensors = tensors_of(replace(SMALL, head_dim=256, head_dim_v=256), device)
     widths = (head_dim, head_dim, head_dim_v, head_dim_v)
     for x, width in zip(tensors, widths, strict=True):
         x[..., width:] = math.nan

@@ -54,6 +54,30 @@ def test_deterministic_gradients_are_bit_equal(head_dim, head_dim_v, causal, com
     compare(first, q, k, v, **arrived, causal=causal)
 
 
+# Queries that no key tile visits; a bound past the diagonal; heads in several sections; fp16
+ORDERS = (
+    replace(CASE, seqlen_q=1500, seqlen_k=700, causal=True),
+    replace(CASE, seqlen_q=1000, seqlen_k=700, window_size=(-1, 200)),
+    replace(CASE, batch=5, seqlen_q=2000, seqlen_k=2000, heads=8, heads_k=8),
+    replace(CASE, batch=5, seqlen_q=2000, seqlen_k=2000, heads=8, heads_k=8, causal=True),
+    replace(CASE, dtype="float16", causal=True),
+)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("case", ORDERS, ids=lambda case: case.name)
+def test_deterministic_gradients_whatever_the_order_of_tiles(case, head_dim, company, device):
+    q, k, v = replace(case, head_dim=head_dim, head_dim_v=head_dim).inputs(device)
+    dout, _ = arriving(q, v)
+    options = {"causal": case.causal, "window_size": case.window_size}
+    first = run(q, k, v, dout=dout, deterministic=True, **options)
+    for turn in range(5):
+        company.work(turn)
+        again = run(q, k, v, dout=dout, deterministic=True, **options)
+        assert all(torch.equal(one, two) for one, two in zip(first, again, strict=True))
+    compare(first, q, k, v, dout=dout, **options)
+
+
 @pytest.mark.parametrize("sms", [1, 32, None])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_deterministic_gradients_on_any_number_of_sms(sms, head_dim, company, device):

@@ -1,8 +1,11 @@
 """The plans of the gradients: every pair of head dims gives kernels that the hardware can hold."""
 
 import itertools
+from collections import defaultdict
+from types import SimpleNamespace
 
 import pytest
+from cases import BACKWARD
 
 from hopper_fa3 import plan
 from hopper_fa3.kernels.barriers import BackwardBarrier, RoleBarrier, WideBarrier
@@ -115,3 +118,18 @@ def test_barriers_do_not_share_ids():
     ):
         ids = [int(name) + index for name, count in (*sums.items(), *own.items()) for index in range(count)]
         assert len(set(ids)) == len(ids) and min(ids) > 0 and max(ids) < 16
+
+
+def test_cases_for_the_gpu_meet_whole_and_split_heads():
+    """Of every kernel that they compile; a K/V head of one query head cannot be split."""
+    found = defaultdict(set)
+    for case in BACKWARD:
+        if 0 in (case.seqlen_q, case.seqlen_k):
+            continue
+        dims = (plan.tile_class(case.head_dim), plan.tile_class(case.head_dim_v))
+        static = BackwardStatic(case.dtype, *dims, case.causal or case.window_size[1] >= 0, False, False)
+        config = plan.backward_config(static, plan.choose_backward(static))
+        group = case.heads // case.heads_k
+        problem = SimpleNamespace(batch=case.batch, heads_k=case.heads_k, seqlen_k=case.seqlen_k, group=group)
+        found[static].add(plan.head_parts(problem, config, 132) > 1)
+    assert {static: kinds for static, kinds in found.items() if kinds != {False, True}} == {}

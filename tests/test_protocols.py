@@ -17,9 +17,11 @@ KINDS = {
     "early sums": partial(run_keys, head_dims=(128, 128)),
     "early sums, in order": partial(run_keys, head_dims=(128, 128), deterministic=True),
     "late sums": partial(run_keys, head_dims=(64, 64), tile_m=128),
+    "late sums, in order": partial(run_keys, head_dims=(64, 64), tile_m=128, deterministic=True),
     "wide": partial(run_keys, head_dims=(128, 192)),
     "wide, in order": partial(run_keys, head_dims=(128, 192), deterministic=True),
     "wide, dQ in parts": partial(run_keys, head_dims=(192, 128)),
+    "wide, dQ in parts, in order": partial(run_keys, head_dims=(192, 128), deterministic=True),
 }
 # Faults, each a change in a kernel's text: {name: (kind, module, text, text instead)}
 FAULTS = {
