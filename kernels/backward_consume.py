@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, pipeline
+from cutlass import Int32, const_expr, pipeline
 from cutlass.cute.nvgpu import warpgroup as wgmma
 
 from .args import BackwardRunTime
@@ -145,14 +145,19 @@ class BackwardConsumer:
         wgmma.wait_group(0)
         self.probabilities(tile, scores, lse, first, run, masked=True)
         memory.do_pipe.consumer_wait(state.do)
-        second, third = first + 1, first + 2
-        # One step at most, and a loop rather than a branch
-        for block in cutlass.range(second, cutlass.min(third, end), unroll=1):
-            state = self.step(products, memory, state, tile, block, warpgroup, run, masked=True, follows=False)
-        for block in cutlass.range(third, unmasked, unroll=1):
-            state = self.step(products, memory, state, tile, block, warpgroup, run, masked=True)
-        for block in cutlass.range(cutlass.max(third, unmasked), end, unroll=1):
-            state = self.step(products, memory, state, tile, block, warpgroup, run, masked=False)
+        # The step before the second block has no dQ of another to compute
+        second, begin = first + 1, first + 1
+        if const_expr(self.own_second_step):
+            begin += 1
+            # A loop, of one round at most, rather than a branch
+            for block in cutlass.range(second, cutlass.min(begin, end), unroll=1):
+                state = self.step(products, memory, state, tile, block, warpgroup, run, masked=True, follows=False)
+        for block in cutlass.range(begin, unmasked, unroll=1):
+            follows = True if self.own_second_step else block > second
+            state = self.step(products, memory, state, tile, block, warpgroup, run, masked=True, follows=follows)
+        for block in cutlass.range(cutlass.max(begin, unmasked), end, unroll=1):
+            follows = True if self.own_second_step else block > second
+            state = self.step(products, memory, state, tile, block, warpgroup, run, masked=False, follows=follows)
         return self.last_step(products, memory, state, tile, warpgroup, second < end)
 
     @cute.jit

@@ -23,6 +23,8 @@ class EarlySums(BackwardConsumer):
     exponentials are. Registers must hold dP, P and a piece of dQ beside dK and dV.
     """
 
+    own_second_step = False  # a third copy of the step costs each 34 instructions more, for descriptors
+
     @cute.jit
     def step(
         self,
@@ -34,9 +36,9 @@ class EarlySums(BackwardConsumer):
         warpgroup: Int32,
         run: BackwardRunTime,
         masked: cutlass.Constexpr[bool],
-        follows: cutlass.Constexpr[bool] = True,
+        follows,
     ) -> State:
-        """dV and dK of the step before ``block``; dQ of the one before that, if there is one: if it ``follows``; P of
+        """dV and dK of the step before ``block``; dQ of the one before that, if it ``follows`` one of its head; P of
         ``block``.
         """
         ds = self.gradients(products, memory, state, tile, warpgroup, follows)
@@ -71,21 +73,19 @@ class EarlySums(BackwardConsumer):
     def gradients(
         self, products: BackwardProducts, memory: Memory, state: State, tile: Tile, warpgroup: Int32, follows
     ):
-        """dS of a step, and dQ of the one before; dV is left in flight. ``follows``: known here or in the kernel."""
+        """dS of a step, and dQ of the one before, or of no step where none is; dV is left in flight."""
         delta = self.statistics(memory, state.q, DELTA)
         if follows:
             self.wait_scores(warpgroup, state.parity ^ 1)
-        dp, dq = self.issue_dp(products, state), None
-        if const_expr(follows is not False):
-            dq = self.issue_dq_before(products, state)
+        dp = self.issue_dp(products, state)
+        dq = self.issue_dq_before(products, state)
         self.issue_dv(products, state, tile)
-        wgmma.wait_group(1 if dq is None else 2)
+        wgmma.wait_group(2)
         ds = self.score_gradients(tile, dp, delta)
         self.write_scores(products, memory, state, ds, dp.layout, warpgroup)
-        if const_expr(dq is not None):
-            wgmma.wait_group(1)
-            if follows:
-                self.stage_dq(memory, dq, warpgroup)
+        wgmma.wait_group(1)
+        if follows:
+            self.stage_dq(memory, dq, warpgroup)
         return ds
 
 
@@ -94,6 +94,8 @@ class LateSums(BackwardConsumer):
     """dP and dV, under which dS is made; then dQ of the step before and dK, under which dQ leaves; then S of the next
     step. Where a piece of dQ and dP are not in registers together.
     """
+
+    own_second_step = True
 
     @cute.jit
     def step(
@@ -106,9 +108,9 @@ class LateSums(BackwardConsumer):
         warpgroup: Int32,
         run: BackwardRunTime,
         masked: cutlass.Constexpr[bool],
-        follows: cutlass.Constexpr[bool] = True,
+        follows,
     ) -> State:
-        """dV and dK of the step before ``block``; dQ of the one before that, if there is one: if it ``follows``; P of
+        """dV and dK of the step before ``block``; dQ of the one before that, if it ``follows`` one of its head; P of
         ``block``.
         """
         ds = self.gradients(products, memory, state, tile, warpgroup, follows)
@@ -152,7 +154,7 @@ class LateSums(BackwardConsumer):
     def gradients(
         self, products: BackwardProducts, memory: Memory, state: State, tile: Tile, warpgroup: Int32, follows
     ):
-        """dS of a step; dV is left in flight. ``follows``: known here or in the kernel."""
+        """dS of a step; dV is left in flight."""
         delta = self.statistics(memory, state.q, DELTA)
         dp = self.issue_dp(products, state)
         self.issue_dv(products, state, tile)
