@@ -50,7 +50,9 @@ def main(jobs, arguments):
 def start(log, index, jobs, arguments):
     command = [sys.executable, "-m", "pytest", f"--part={index}/{jobs}", "-q", "-p", "no:cacheprovider", *arguments]
     with log.open("w") as file:
-        environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+        # Each takes its share of the cores: by default each would start as many threads as there are
+        threads = str(max(1, os.cpu_count() // jobs))
+        environment = {"OMP_NUM_THREADS": threads, **os.environ, "PYTHONUNBUFFERED": "1"}
         return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
 
 
