@@ -5,8 +5,6 @@ dQ is summed in float32 in global memory, but for the widest heads (query_kernel
 FlashAttention-3 (Shah et al. 2024, section 3 and appendix): one warp loads, two add dQ, two warpgroups compute.
 """
 
-from functools import partial
-
 import cuda.bindings.driver as cuda
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr, pipeline
@@ -25,6 +23,7 @@ from .backward_work import FIELDS, WorkSchedule
 from .blocks import Band
 from .config import WARPGROUP_THREADS, WARPS_PER_WARPGROUP, BackwardConfig
 from .forward import DTYPES, heads_last
+from .load import tma_pipe
 from .phases import Phase, begin
 from .query_config import QueryConfig
 from .query_kernel import QueryKernel
@@ -227,19 +226,10 @@ class BackwardKernel:
     def pipelines(self, storage):
         """Full and empty barriers of K, V, Q (with its row statistics) and dO."""
         config = self.config
-        group = partial(pipeline.CooperativeGroup, pipeline.Agent.Thread)
         warps = WARPS_PER_WARPGROUP * config.consumer_warpgroups
-        element_bytes = self.dtype.width // 8
 
         def pipe(barriers, stages, rows, columns, more_bytes=0):
-            return pipeline.PipelineTmaAsync.create(
-                barrier_storage=barriers.data_ptr(),
-                num_stages=stages,
-                producer_group=group(1),
-                consumer_group=group(warps),
-                tx_count=rows * columns * element_bytes + more_bytes,
-                defer_sync=True,
-            )
+            return tma_pipe(barriers, stages, warps, rows * columns * self.dtype.width // 8 + more_bytes)
 
         return (
             pipe(storage.k_barriers, 1, config.tile_n, config.head_dim),

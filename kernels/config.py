@@ -51,6 +51,16 @@ class Checked:
         broken = (message for holds, message in inputs if not holds)
         return next(broken, None) or next((message for holds, message in self.rules() if not holds), None)
 
+    @property
+    def threads(self):
+        """Threads of a CTA: one producer warpgroup and the consumers."""
+        return WARPGROUP_THREADS * (1 + self.consumer_warpgroups)
+
+    @property
+    def registers(self):
+        """(producer, consumer) registers per thread."""
+        return REGISTERS[self.consumer_warpgroups]
+
 
 @dataclass(frozen=True)
 class ForwardConfig(Checked):
@@ -82,16 +92,6 @@ class ForwardConfig(Checked):
     @property
     def consumer_warpgroups(self):
         return self.tile_m // WGMMA_M
-
-    @property
-    def threads(self):
-        """Threads of a CTA: one producer warpgroup and the consumers."""
-        return WARPGROUP_THREADS * (1 + self.consumer_warpgroups)
-
-    @property
-    def registers(self):
-        """(producer, consumer) registers per thread."""
-        return REGISTERS[self.consumer_warpgroups]
 
     @property
     def launch_registers(self):
@@ -272,16 +272,6 @@ class BackwardConfig(Checked):
         dims = f"d{self.head_dim}" if self.head_dim == self.head_dim_v else f"d{self.head_dim}v{self.head_dim_v}"
         options = ("_split_heads" if self.split_heads else "") + ("_deterministic" if self.turns else "")
         return f"hopper_fa3_backward_{dims}_{mask}_{SHORT_DTYPES[self.dtype]}_{self.tile_m}x{self.tile_n}{options}"
-
-    @property
-    def threads(self):
-        """Threads of a CTA: one producer warpgroup and the consumers."""
-        return WARPGROUP_THREADS * (1 + self.consumer_warpgroups)
-
-    @property
-    def registers(self):
-        """(producer, consumer) registers per thread."""
-        return REGISTERS[self.consumer_warpgroups]
 
     @property
     def descending(self):

@@ -4,8 +4,6 @@ The pipeline is FlashAttention-3's (Shah et al. 2024, sections 3.1 and 3.2); the
 FlashAttention-2's (Dao 2023).
 """
 
-from functools import partial
-
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
@@ -19,7 +17,7 @@ from .blocks import Band
 from .config import SHARED_ALIGNMENT, WARPS_PER_WARPGROUP, WGMMA_M, ForwardConfig
 from .consume import Consumer
 from .kv_source import DenseValues
-from .load import Producer
+from .load import Producer, tma_pipe
 from .output import DirectOutput, StagedOutput
 from .phases import Phase, begin
 from .probabilities import RegisterP, SharedP
@@ -149,18 +147,9 @@ class ForwardKernel:
     def pipelines(self, storage):
         """Full and empty barriers of Q (one stage a warpgroup), K and V."""
         config = self.config
-        group = partial(pipeline.CooperativeGroup, pipeline.Agent.Thread)
-        element_bytes = self.dtype.width // 8
 
         def pipe(barriers, stages, consumer_warps, elements):
-            return pipeline.PipelineTmaAsync.create(
-                barrier_storage=barriers.data_ptr(),
-                num_stages=stages,
-                producer_group=group(1),
-                consumer_group=group(consumer_warps),
-                tx_count=elements * element_bytes,
-                defer_sync=True,
-            )
+            return tma_pipe(barriers, stages, consumer_warps, elements * self.dtype.width // 8)
 
         warps = WARPS_PER_WARPGROUP * config.consumer_warpgroups
         return (

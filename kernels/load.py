@@ -1,6 +1,7 @@
 """The producer warp: moves Q, K and V tiles to shared memory by TMA."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import cutlass
 import cutlass.cute as cute
@@ -12,6 +13,19 @@ from .config import WGMMA_M, ForwardConfig
 from .kv_source import DenseValues
 from .phases import Phase, begin
 from .schedule import SLOTS, Schedule, TileQueue
+
+
+def tma_pipe(barriers, stages, consumer_warps, tile_bytes):
+    """Full and empty barriers of tiles that one thread loads and ``consumer_warps`` warps give back."""
+    group = partial(pipeline.CooperativeGroup, pipeline.Agent.Thread)
+    return pipeline.PipelineTmaAsync.create(
+        barrier_storage=barriers.data_ptr(),
+        num_stages=stages,
+        producer_group=group(1),
+        consumer_group=group(consumer_warps),
+        tx_count=tile_bytes,
+        defer_sync=True,
+    )
 
 
 @cute.jit

@@ -4,11 +4,9 @@ from dataclasses import dataclass
 
 from .config import (
     ELEMENT_BYTES,
-    REGISTERS,
     SHARED_ALIGNMENT,
     SHARED_MEMORY_LIMIT,
     SHORT_DTYPES,
-    WARPGROUP_THREADS,
     WGMMA_M,
     Checked,
 )
@@ -36,16 +34,6 @@ class QueryConfig(Checked):
         mask = "causal" if self.right_bound else "dense"
         dims = f"d{self.head_dim}" if self.head_dim == self.head_dim_v else f"d{self.head_dim}v{self.head_dim_v}"
         return f"hopper_fa3_backward_{dims}_{mask}_{SHORT_DTYPES[self.dtype]}_{self.tile_m}x{self.tile_n}_queries"
-
-    @property
-    def threads(self):
-        """Threads of a CTA: one producer warpgroup and the consumers."""
-        return WARPGROUP_THREADS * (1 + self.consumer_warpgroups)
-
-    @property
-    def registers(self):
-        """(producer, consumer) registers per thread."""
-        return REGISTERS[self.consumer_warpgroups]
 
     @property
     def dynamic(self):

@@ -6,8 +6,6 @@ The loop order is the forward's (queries outside, keys inside), the formulas are
 algorithm 2).
 """
 
-from functools import partial
-
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
@@ -20,6 +18,7 @@ from cutlass.tensor_utils import LayoutEnum
 from .args import RunTime, TiledTensor
 from .blocks import Band
 from .config import SHARED_ALIGNMENT, WARPS_PER_WARPGROUP, WGMMA_M
+from .load import tma_pipe
 from .phases import Phase, begin
 from .query_config import QueryConfig
 from .query_consume import QueryConsumer
@@ -149,18 +148,9 @@ class QueryKernel:
     def pipelines(self, storage):
         """Full and empty barriers of Q and dO (one stage a warpgroup), K and V."""
         config = self.config
-        group = partial(pipeline.CooperativeGroup, pipeline.Agent.Thread)
-        element_bytes = self.dtype.width // 8
 
         def pipe(barriers, stages, consumer_warps, elements):
-            return pipeline.PipelineTmaAsync.create(
-                barrier_storage=barriers.data_ptr(),
-                num_stages=stages,
-                producer_group=group(1),
-                consumer_group=group(consumer_warps),
-                tx_count=elements * element_bytes,
-                defer_sync=True,
-            )
+            return tma_pipe(barriers, stages, consumer_warps, elements * self.dtype.width // 8)
 
         warps, columns = WARPS_PER_WARPGROUP * config.consumer_warpgroups, config.head_dim + config.head_dim_v
         return (
