@@ -78,10 +78,13 @@ class WorkSchedule(Schedule):
     def receive_work(self, queue: TileQueue, state):
         """Another warp: ``(work, state)``."""
         queue.pipe.consumer_wait(state)
-        work = Work(*(cute.arch.make_warp_uniform(queue.slots[field, state.index]) for field in range(FIELDS)))
-        # One lane gives the slot back for its warp: all must have read
-        cute.arch.sync_warp()
+        fields = cute.make_rmem_tensor(FIELDS, Int32)
+        # The lane that reads is the one that gives the slot back
         if cute.arch.lane_idx() == 0:
+            for field in cutlass.range_constexpr(FIELDS):
+                fields[field] = queue.slots[field, state.index]
             queue.pipe.consumer_release(state)
+        shuffled = (cute.arch.shuffle_sync(fields[field], 0) for field in range(FIELDS))
+        work = Work(*(cute.arch.make_warp_uniform(field) for field in shuffled))
         state.advance()
         return work, state
