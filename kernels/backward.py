@@ -172,7 +172,8 @@ class BackwardKernel:
         s_rows = storage.rows.get_tensor(row_layout(config))
         s_dq = storage.dq.get_tensor(cute.make_layout(staged_floats(config))) if config.sums else None
         readers = (WARPS_PER_WARPGROUP + config.sums) * config.consumer_warpgroups  # and the store warps
-        pipes, queue = self.pipelines(storage), make_tile_queue(storage, counter, True, readers, (FIELDS, SLOTS))
+        pipes, p_pipe = self.pipelines(storage), self.probabilities_pipeline(storage)
+        queue = make_tile_queue(storage, counter, True, readers, (FIELDS, SLOTS))
         pipeline.pipeline_init_arrive(is_relaxed=True)
         pipeline.pipeline_init_wait()
         # Every thread waits for the launch before, so a launch's end implies the end of all before it
@@ -196,10 +197,11 @@ class BackwardKernel:
                 # P, 16 bit, seen as words
                 s_p = storage.ds.get_tensor(cute.make_layout(config.score_words), dtype=Float32)
                 role = (config, self.dtype, self.band, self.schedule)
+                given = (*shared, s_p), (*pipes, p_pipe), queue, run
                 if warp < 2 * WARPS_PER_WARPGROUP:
-                    ProbabilityRole(*role).run(self.lengths(tensors), outputs[1], (*shared, s_p), pipes, queue, run)
+                    ProbabilityRole(*role).run(self.lengths(tensors), outputs[1], *given)
                 else:
-                    GradientRole(*role).run(self.lengths(tensors), outputs[0], (*shared, s_p), pipes, queue, run)
+                    GradientRole(*role).run(self.lengths(tensors), outputs[0], *given)
             elif const_expr(config.wide):
                 consumer = WideConsumer(config, self.dtype, self.band, self.schedule)
                 consumer.run(self.lengths(tensors), outputs, (*shared, s_ds, s_dq), pipes, queue, run)
@@ -236,6 +238,22 @@ class BackwardKernel:
             pipe(storage.v_barriers, 1, config.tile_n, config.head_dim_v),
             pipe(storage.q_barriers, config.stages, config.tile_m, config.head_dim, 4 * config.row_floats),
             pipe(storage.do_barriers, config.do_stages, config.tile_m, config.head_dim_v),
+        )
+
+    @cute.jit
+    def probabilities_pipeline(self, storage):
+        """Full and empty barriers of P on its way from one role to the other. All threads arrive, each for what it has
+        written or read itself: racecheck knows no other handshake (AGENTS.md).
+        """
+        if const_expr(not self.config.roles):
+            return None
+        role = pipeline.CooperativeGroup(pipeline.Agent.Thread, WARPGROUP_THREADS)
+        return pipeline.PipelineAsync.create(
+            barrier_storage=storage.p_barriers.data_ptr(),
+            num_stages=self.config.score_stages,
+            producer_group=role,
+            consumer_group=role,
+            defer_sync=True,
         )
 
 

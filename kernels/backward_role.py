@@ -13,7 +13,6 @@ from .backward_products import issue
 from .backward_role_products import RoleProducts
 from .backward_scores import first_queries_of, own_statistics
 from .backward_work import Work, WorkSchedule
-from .barriers import RoleBarrier
 from .blocks import Band
 from .config import WARPGROUP_THREADS, WGMMA_M, BackwardConfig
 from .output import DirectOutput, Piece
@@ -30,6 +29,7 @@ class Memory(NamedTuple):
 
     q_pipe: pipeline.PipelineTmaAsync
     do_pipe: pipeline.PipelineTmaAsync
+    p_pipe: pipeline.PipelineAsync
     rows: cute.Tensor  # (LSE and delta of a step, stages)
     p: cute.Tensor  # two steps' P in the order of registers
     thread: Int32  # of the warpgroup
@@ -40,12 +40,12 @@ class State(NamedTuple):
 
     q: pipeline.PipelineState
     do: pipeline.PipelineState
-    parity: Int32  # of the step: which buffer and barriers it uses
+    p: pipeline.PipelineState
 
 
 @dataclass(frozen=True)
 class Role:
-    """What both have in common. ``head``, ``open``, ``close`` and ``columns`` (of what they own) are theirs."""
+    """What both have in common. ``head``, ``columns`` (of what they own) and ``end_of_p`` are theirs."""
 
     config: BackwardConfig
     dtype: type
@@ -56,21 +56,22 @@ class Role:
     def run(
         self, lengths: tuple, output: cute.Tensor, shared: tuple, pipes: tuple, queue: TileQueue, run: BackwardRunTime
     ):
-        """All tiles of this CTA. ``output``: dV or dK; ``shared``: K, V, Q, dO, the row statistics and P."""
+        """All tiles of this CTA. ``output``: dV or dK; ``shared``: K, V, Q, dO, the row statistics and P, and so
+        ``pipes``, but for the row statistics.
+        """
         config = self.config
         seqlen_q, seqlen_k, *_ = lengths
-        k_pipe, v_pipe, q_pipe, do_pipe = released_by_first_lane(pipes)
+        k_pipe, v_pipe, q_pipe, do_pipe = released_by_first_lane(pipes[:4])
         thread = kept(cute.arch.thread_idx()[0] % WARPGROUP_THREADS)
         products = self.products(shared)
-        memory = Memory(q_pipe, do_pipe, *shared[4:], thread)
+        memory = Memory(q_pipe, do_pipe, pipes[4], *shared[4:], thread)
         consumer = pipeline.PipelineUserType.Consumer
         k_state, v_state = (pipeline.make_pipeline_state(consumer, 1) for _ in range(2))
         q_state, do_state = (pipeline.make_pipeline_state(consumer, config.stages) for _ in range(2))
-        state = State(q_state, do_state, Int32(0))
+        state = State(q_state, do_state, pipeline.make_pipeline_state(self.end_of_p, config.score_stages))
         queue_state = pipeline.make_pipeline_state(consumer, SLOTS)
         own_key = thread // QUAD // 8 * 16 + thread // QUAD % 8
         work, queue_state = self.schedule.receive_work(queue, queue_state)
-        self.open()
         while work.n_block >= 0:
             blocks, head = self.band.query_blocks(work.n_block, config.tile_m, seqlen_q, seqlen_k, run.right), work.head
             first_key = work.n_block * config.tile_n + own_key
@@ -91,7 +92,6 @@ class Role:
             self.store_total(output, total, work, first_key, run)
             begin(Phase.WAIT_TILE)
             work, queue_state = self.schedule.receive_work(queue, queue_state)
-        self.close()
         begin(Phase.EXIT)
 
     def new_scores(self, products):
@@ -118,11 +118,6 @@ class Role:
         return own_statistics(memory.rows[None, q_state.index], first, self.config.tile_m)
 
     @cute.jit
-    def meet(self):
-        """All threads of this warpgroup."""
-        cute.arch.barrier(barrier_id=int(RoleBarrier.OWN) + self.warpgroup, number_of_threads=WARPGROUP_THREADS)
-
-    @cute.jit
     def issue_scores(self, products: RoleProducts, stage: Int32):
         """Start Sᵀ = K Qᵀ, or dPᵀ = V dOᵀ."""
         scores = self.new_scores(products)
@@ -141,13 +136,3 @@ class Role:
 def words_of(operand):
     """Registers of 16-bit scores, two to a word. No arithmetic is done with these: the type only suits workspace.py."""
     return cute.make_tensor(cute.recast_ptr(operand.iterator, dtype=Float32), cute.make_layout(cute.size(operand) // 2))
-
-
-def arrive(barrier, parity):
-    """The other warpgroup may go on."""
-    cute.arch.barrier_arrive(barrier_id=int(barrier) + parity, number_of_threads=2 * WARPGROUP_THREADS)
-
-
-def wait(barrier, parity):
-    """Wait for the other warpgroup."""
-    cute.arch.barrier(barrier_id=int(barrier) + parity, number_of_threads=2 * WARPGROUP_THREADS)

@@ -1,7 +1,7 @@
 """The consumer warpgroups of the backward kernel for wide heads, where registers hold dK and dV of 64 keys only.
 
 One warpgroup, ProbabilityRole, computes P and owns dV; the other, GradientRole, computes dS and owns dK. P passes
-between them in 16 bit through two buffers, by the parity of the step. A step's dV and dK are issued in the next step,
+between them in 16 bit through two buffers. A step's dV and dK are issued in the next step,
 behind that one's S and dP, so that pointwise work runs under them.
 """
 
@@ -9,14 +9,14 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Int32, const_expr, pipeline
 from cutlass.cute.nvgpu import warpgroup as wgmma
 
 from .args import BackwardRunTime
-from .backward_role import Memory, Role, State, arrive, wait, words_of
+from .backward_role import Memory, Role, State, words_of
 from .backward_role_products import RoleProducts, make_role_products
 from .backward_scores import differentiate, exponentiate, query_limits, release_queries
-from .barriers import RoleBarrier
+from .barriers import sync_warpgroup
 from .products import convert, new_left_operand
 from .workspace import read_piece, write_piece
 
@@ -27,6 +27,7 @@ class ProbabilityRole(Role):
 
     warpgroup = 0
     scaled = False
+    end_of_p = pipeline.PipelineUserType.Producer
 
     @property
     def columns(self):
@@ -35,15 +36,6 @@ class ProbabilityRole(Role):
     def products(self, shared: tuple):
         s_k, _, s_q, s_do, *_ = shared
         return make_role_products(self.config, self.dtype, (s_k, s_q), (s_do, self.columns))
-
-    def open(self):
-        """Both buffers are free: the other role says so."""
-
-    @cute.jit
-    def close(self):
-        """No barrier is left half full."""
-        for parity in cutlass.range_constexpr(2):
-            wait(RoleBarrier.TAKEN, Int32(parity))
 
     @cute.jit
     def head(self, products, memory: Memory, state: State, total, operand, first_queries, blocks: tuple, run) -> State:
@@ -93,15 +85,16 @@ class ProbabilityRole(Role):
         limits = query_limits(first_queries, block * self.config.tile_m)
         exponentiate(scores, lse, limits, run.scale_log2, masked)
         # dV in flight reads the operand's registers: until it is done they cannot take the next P
-        wait(RoleBarrier.TAKEN, state.parity)
+        memory.p_pipe.producer_acquire(state.p)
         if const_expr(not first):
             wgmma.wait_group(0)
             memory.do_pipe.consumer_release(state.do)
             state.do.advance()
         convert(scores, self.dtype, target=operand)
-        write_piece(memory.p, words_of(operand), state.parity, memory.thread)
-        arrive(RoleBarrier.PROBABILITIES, state.parity)
-        return State(state.q, state.do, state.parity ^ 1)
+        write_piece(memory.p, words_of(operand), state.p.index, memory.thread)
+        memory.p_pipe.producer_commit(state.p)
+        state.p.advance()
+        return state
 
 
 @dataclass(frozen=True)
@@ -110,6 +103,7 @@ class GradientRole(Role):
 
     warpgroup = 1
     scaled = True
+    end_of_p = pipeline.PipelineUserType.Consumer
 
     @property
     def columns(self):
@@ -118,15 +112,6 @@ class GradientRole(Role):
     def products(self, shared: tuple):
         _, s_v, s_q, s_do, *_ = shared
         return make_role_products(self.config, self.dtype, (s_v, s_do), (s_q, self.columns))
-
-    @cute.jit
-    def open(self):
-        """Both buffers are free."""
-        for parity in cutlass.range_constexpr(2):
-            arrive(RoleBarrier.TAKEN, Int32(parity))
-
-    def close(self):
-        """The other role takes what is left."""
 
     @cute.jit
     def head(self, products, memory: Memory, state: State, total, operand, first_queries, blocks: tuple, run) -> State:
@@ -161,10 +146,11 @@ class GradientRole(Role):
             q_state.advance()
         memory.q_pipe.consumer_wait(q_state)
         delta = self.statistics(memory, q_state)
-        wait(RoleBarrier.PROBABILITIES, state.parity)
+        memory.p_pipe.consumer_wait(state.p)
         p = new_left_operand(dp, self.dtype)
-        read_piece(memory.p, words_of(p), state.parity, memory.thread)
-        arrive(RoleBarrier.TAKEN, state.parity)
+        read_piece(memory.p, words_of(p), state.p.index, memory.thread)
+        memory.p_pipe.consumer_release(state.p)
+        state.p.advance()
         if const_expr(first):
             wgmma.wait_group(0)
         else:
@@ -174,8 +160,8 @@ class GradientRole(Role):
         differentiate(dp, p, delta)
         state.do.advance()
         if const_expr(not first):
-            self.meet()
+            sync_warpgroup(Int32(self.warpgroup))
             wgmma.wait_group(0)
             release_queries(memory.q_pipe, state.q)
         convert(dp, self.dtype, target=operand)
-        return State(q_state, state.do, state.parity ^ 1)
+        return State(q_state, state.do, state.p)

@@ -53,6 +53,7 @@ def backward_storage(config: BackwardConfig, dtype):
         v_barriers: cute.struct.MemRange[cutlass.Int64, 2]
         q_barriers: cute.struct.MemRange[cutlass.Int64, 2 * config.stages]
         do_barriers: cute.struct.MemRange[cutlass.Int64, 2 * config.do_stages]
+        p_barriers: cute.struct.MemRange[cutlass.Int64, 2 * config.score_stages if config.roles else 0]
         queue_barriers: cute.struct.MemRange[cutlass.Int64, 2 * SLOTS]
         queue_slots: cute.struct.MemRange[cutlass.Int32, FIELDS * SLOTS]
         rows: cute.struct.Align[cute.struct.MemRange[cutlass.Float32, config.stages * config.row_floats], 128]

@@ -26,14 +26,6 @@ class BackwardBarrier(IntEnum):
     SUMS_FULL = 7  # ... holds a step's dQ: 7, 8
 
 
-class RoleBarrier(IntEnum):
-    """Those of the backward kernel with roles; two ids each, one per parity of the step."""
-
-    PROBABILITIES = 1  # P is in shared memory
-    TAKEN = 3  # the other role has it in registers
-    OWN = 9  # all threads of one warpgroup are here: one id a warpgroup
-
-
 class WideBarrier(IntEnum):
     """Those of the backward kernel for wide heads without roles, beside SUMS_FREE and SUMS_FULL."""
 

@@ -207,11 +207,13 @@ class MemoryBarrier:
 
 
 class Pipe:
-    """As cutlass.pipeline's: by TMA where a stage takes ``copies`` of them, else by arrivals alone."""
+    """As cutlass.pipeline's: by TMA where a stage takes ``copies`` of them, else by arrivals alone. All of its
+    ``writers`` and ``readers`` are warps.
+    """
 
-    def __init__(self, cta, name, stages, readers, copies=1):
+    def __init__(self, cta, name, stages, readers, copies=1, writers=1):
         self.simulation, self.name, self.copies = cta.simulation, name, copies
-        self.full = [MemoryBarrier(1) for _ in range(stages)]
+        self.full = [MemoryBarrier(writers) for _ in range(stages)]
         self.empty = [MemoryBarrier(readers) for _ in range(stages)]
         cta.pipes.append(self)
 

@@ -198,11 +198,13 @@ class KeysLaunch(Launch):
         if config.roles:
             p = Memory(np.full((2, WARPGROUP_ROWS, config.tile_m), np.nan))
             roles = kernels["backward_roles"]
+            passed = Pipe(cta, "P", config.score_stages, WARPGROUP_WARPS, copies=0, writers=WARPGROUP_WARPS)
             warps = CONSUMER_WARPS[:WARPGROUP_WARPS], CONSUMER_WARPS[WARPGROUP_WARPS:]
             dk, dv = self.outputs
             for own, name, output in zip(warps, ("ProbabilityRole", "GradientRole"), (dv, dk), strict=True):
                 consumer = getattr(roles, name)(*role)
-                self.add_warps(cta, own, consumer, self.lengths, output, (*shared, p), pipes, queue, self.run_time)
+                given = self.lengths, output, (*shared, p), (*pipes, passed), queue, self.run_time
+                self.add_warps(cta, own, consumer, *given)
             return
         ds = Stages.new(config.score_stages, config.tile_n, config.tile_m)
         dq = Memory(np.full((config.consumer_warpgroups, *self.sums.shape[-2:]), np.nan))

@@ -8,7 +8,7 @@ import pytest
 from cases import BACKWARD
 
 from hopper_fa3 import plan
-from hopper_fa3.kernels.barriers import BackwardBarrier, RoleBarrier, WideBarrier
+from hopper_fa3.kernels.barriers import BackwardBarrier, WideBarrier
 from hopper_fa3.kernels.config import HEAD_DIM_CLASSES, BackwardConfig
 from hopper_fa3.kernels.query_config import QueryConfig
 from hopper_fa3.problem import BackwardStatic
@@ -110,12 +110,9 @@ def test_illegal_configurations_name_the_rule(changes, message):
 
 
 def test_barriers_do_not_share_ids():
-    """Hardware has 16; 0 is the whole CTA's. Each name stands for two ids but STEP, which has four."""
+    """Hardware has 16; 0 is the whole CTA's. Each name stands for two ids but SCORES and STEP, which have four."""
     sums = {BackwardBarrier.SUMS_FREE: 2, BackwardBarrier.SUMS_FULL: 2}
-    for own in (
-        {RoleBarrier.PROBABILITIES: 2, RoleBarrier.TAKEN: 2, RoleBarrier.OWN: 2},
-        {WideBarrier.STEP: 4, WideBarrier.OWN: 2},
-    ):
+    for own in ({BackwardBarrier.SCORES: 4}, {WideBarrier.STEP: 4, WideBarrier.OWN: 2}):
         ids = [int(name) + index for name, count in (*sums.items(), *own.items()) for index in range(count)]
         assert len(set(ids)) == len(ids) and min(ids) > 0 and max(ids) < 16
 

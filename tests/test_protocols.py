@@ -26,16 +26,17 @@ KINDS = {
 # Faults, each a change in a kernel's text: {name: (kind, module, text, text instead)}
 FAULTS = {
     "an arrival is left out": (
-        "roles", "backward_roles", "arrive(RoleBarrier.TAKEN, state.parity)", "pass"
+        "roles", "backward_roles", "memory.p_pipe.consumer_release(state.p)", "pass"
     ),
     "a wait is left out": (
-        "roles", "backward_roles", "wait(RoleBarrier.TAKEN, state.parity)", "pass"
+        "roles", "backward_roles", "memory.p_pipe.consumer_wait(state.p)", "pass"
     ),
     "a barrier is left half full": (
-        "roles", "backward_roles", "wait(RoleBarrier.TAKEN, Int32(parity))", "pass"
+        "early sums", "backward_consume",
+        "sums_barrier(BackwardBarrier.SUMS_FREE, warpgroup, arrive=False)\n        begin(Phase.EXIT)", "pass"
     ),
     "two barriers share ids": (
-        "roles", "barriers", "TAKEN = 3", "TAKEN = 2"
+        "early sums", "barriers", "SUMS_FREE = 5", "SUMS_FREE = 4"
     ),
     "Q is given back under dK": (
         "roles", "backward_roles",
@@ -102,11 +103,8 @@ FAULTS = {
     "the first tiles are left out": (
         "wide, in order", "backward_work", "self.take(queue, Int32(0))", "self.take(queue, Int32(2))"
     ),
-    "a slot is given back before it is read": (
-        "wide", "backward_work",
-        "work = Work(*(cute.arch.make_warp_uniform(queue.slots[field, state.index]) for field in range(FIELDS)))",
-        "queue.pipe.consumer_release(state)\n        cute.arch.sync_warp()\n        "
-        "work = Work(*(cute.arch.make_warp_uniform(queue.slots[field, state.index]) for field in range(FIELDS)))",
+    "a slot with a tile's fields is kept": (
+        "wide", "backward_work", "queue.pipe.consumer_release(state)", "pass"
     ),
     "a part of dQ is staged over the one before": (
         "wide, dQ in parts", "backward_wide",
