@@ -17,7 +17,7 @@ from .backward_load import BackwardProducer
 from .backward_roles import GradientRole, ProbabilityRole
 from .backward_smem import backward_layouts, backward_storage, row_layout, staged_floats
 from .backward_steps import EarlySums, LateSums
-from .backward_store import SumStore
+from .backward_store import WARP_THREADS, SumStore
 from .backward_wide import WideConsumer
 from .backward_work import FIELDS, WorkSchedule
 from .blocks import Band
@@ -171,7 +171,7 @@ class BackwardKernel:
         )
         s_rows = storage.rows.get_tensor(row_layout(config))
         s_dq = storage.dq.get_tensor(cute.make_layout(staged_floats(config))) if config.sums else None
-        readers = (WARPS_PER_WARPGROUP + config.sums) * config.consumer_warpgroups  # and the store warps
+        readers = (WARPGROUP_THREADS + config.sums * WARP_THREADS) * config.consumer_warpgroups  # and the store warps
         pipes, p_pipe = self.pipelines(storage), self.probabilities_pipeline(storage)
         queue = make_tile_queue(storage, counter, True, readers, (FIELDS, SLOTS))
         pipeline.pipeline_init_arrive(is_relaxed=True)

@@ -98,7 +98,7 @@ class BackwardConsumer:
         state = State(q_state, do_state, ds_state, Int32(0))
         queue_state = pipeline.make_pipeline_state(consumer, SLOTS)
         own_key = warpgroup * WGMMA_M + thread // QUAD // 8 * 16 + thread // QUAD % 8
-        work, queue_state = self.schedule.receive_work(queue, queue_state)
+        work = self.schedule.receive_work(queue, queue_state)
         while work.n_block >= 0:
             blocks, head = self.band.query_blocks(work.n_block, config.tile_m, seqlen_q, seqlen_k, run.right), work.head
             first_key = work.n_block * config.tile_n + own_key
@@ -113,10 +113,13 @@ class BackwardConsumer:
             k_state.advance()
             v_state.advance()
             begin(Phase.EPILOGUE)
+            work = self.schedule.read_work(queue, queue_state)
+            queue_state = self.schedule.give_back(queue, queue_state)
             totals = tile.dk, tile.dv
             store_gradients(config, self.dtype, outputs, totals, work, warpgroup, first_key, run.scale)
             begin(Phase.WAIT_TILE)
-            work, queue_state = self.schedule.receive_work(queue, queue_state)
+            work = self.schedule.receive_work(queue, queue_state)
+        self.schedule.give_back(queue, queue_state)
         # No barrier is left half full
         sums_barrier(BackwardBarrier.SUMS_FREE, warpgroup, arrive=False)
         begin(Phase.EXIT)

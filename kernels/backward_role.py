@@ -71,7 +71,7 @@ class Role:
         state = State(q_state, do_state, pipeline.make_pipeline_state(self.end_of_p, config.score_stages))
         queue_state = pipeline.make_pipeline_state(consumer, SLOTS)
         own_key = thread // QUAD // 8 * 16 + thread // QUAD % 8
-        work, queue_state = self.schedule.receive_work(queue, queue_state)
+        work = self.schedule.receive_work(queue, queue_state)
         while work.n_block >= 0:
             blocks, head = self.band.query_blocks(work.n_block, config.tile_m, seqlen_q, seqlen_k, run.right), work.head
             first_key = work.n_block * config.tile_n + own_key
@@ -89,9 +89,12 @@ class Role:
             k_state.advance()
             v_state.advance()
             begin(Phase.EPILOGUE)
+            work = self.schedule.read_work(queue, queue_state)
+            queue_state = self.schedule.give_back(queue, queue_state)
             self.store_total(output, total, work, first_key, run)
             begin(Phase.WAIT_TILE)
-            work, queue_state = self.schedule.receive_work(queue, queue_state)
+            work = self.schedule.receive_work(queue, queue_state)
+        self.schedule.give_back(queue, queue_state)
         begin(Phase.EXIT)
 
     def new_scores(self, products):

@@ -74,7 +74,7 @@ class SumStore:
         queue_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, SLOTS)
         shared = cute.local_tile(s_dq, (config.piece_floats // config.sum_rounds,), (warpgroup,))
         sums_barrier(BackwardBarrier.SUMS_FREE, warpgroup, arrive=True)
-        work, queue_state = self.schedule.receive_work(queue, queue_state)
+        work = self.schedule.receive_work(queue, queue_state)
         while work.n_block >= 0:
             head = work.head
             while head < work.last_head:
@@ -82,8 +82,10 @@ class SumStore:
                 head_sums = sums[work.batch, head, None, None]
                 self.add_head(head_sums, head_turns, shared, work.n_block, seqlen_q, seqlen_k, run, warpgroup)
                 head += 1
+            queue_state = self.schedule.give_back(queue, queue_state)
             begin(Phase.WAIT_TILE)
-            work, queue_state = self.schedule.receive_work(queue, queue_state)
+            work = self.schedule.receive_work(queue, queue_state)
+        self.schedule.give_back(queue, queue_state)
         if cute.arch.lane_idx() == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=False)
         begin(Phase.EXIT)

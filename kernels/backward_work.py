@@ -75,16 +75,19 @@ class WorkSchedule(Schedule):
         return Work(n_block, head_k, part, batch_index, head, last_head)
 
     @cute.jit
-    def receive_work(self, queue: TileQueue, state):
-        """Another warp: ``(work, state)``."""
+    def receive_work(self, queue: TileQueue, state) -> Work:
+        """Another warp: the next tile's. It stays in shared memory until it is given back."""
         queue.pipe.consumer_wait(state)
-        fields = cute.make_rmem_tensor(FIELDS, Int32)
-        # The lane that reads is the one that gives the slot back
-        if cute.arch.lane_idx() == 0:
-            for field in cutlass.range_constexpr(FIELDS):
-                fields[field] = queue.slots[field, state.index]
-            queue.pipe.consumer_release(state)
-        shuffled = (cute.arch.shuffle_sync(fields[field], 0) for field in range(FIELDS))
-        work = Work(*(cute.arch.make_warp_uniform(field) for field in shuffled))
+        return self.read_work(queue, state)
+
+    @cute.jit
+    def read_work(self, queue: TileQueue, state) -> Work:
+        """The same again: cheaper than registers that hold all of it from a tile's first step to its last."""
+        return Work(*(cute.arch.make_warp_uniform(queue.slots[field, state.index]) for field in range(FIELDS)))
+
+    @cute.jit
+    def give_back(self, queue: TileQueue, state):
+        """``state`` of the next tile. Every lane has read, and every lane gives back: racecheck knows no other way."""
+        queue.pipe.consumer_release(state)
         state.advance()
-        return work, state
+        return state

@@ -29,8 +29,8 @@ def make_tile_queue(
     readers: cutlass.Constexpr[int],
     slots: cutlass.Constexpr = SLOTS,
 ):
-    """Slots and barriers through which the producer warp tells the ``readers``, warps that each take all that it says.
-    ``slots``: shape of the slots.
+    """Slots and barriers through which the producer warp tells all that it says to the ``readers``: threads that give
+    each slot back. ``slots``: shape of the slots.
     """
     if const_expr(not dynamic):
         return TileQueue(None, None, None)
