@@ -23,7 +23,7 @@ help:
 	@echo "               memory, and the kernel compiled to sm_90a"
 	@echo "make test      all tests; those that need a Hopper GPU are skipped where there is none"
 	@echo "make test-gpu  the tests that need a Hopper GPU; fails where there is none"
-	@echo "               JOBS=8: in so many processes, because compiling takes most of the time"
+	@echo "               JOBS=8: dealt out to so many processes, because compiling takes most of the time"
 	@echo "make lint      ruff: rules and formatting"
 	@echo "make sass      registers, spills and main-loop instructions of every kernel; needs no GPU"
 	@echo "               CASE=d128-causal: of this one; DIFF=rev: what changed in them since that commit"

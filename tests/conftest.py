@@ -5,7 +5,7 @@ import faulthandler
 import functools
 import os
 import re
-import zlib
+from pathlib import Path
 
 import pytest
 
@@ -15,7 +15,7 @@ STDERR = pytest.StashKey[int]()
 
 def pytest_addoption(parser):
     parser.addoption("--require-gpu", action="store_true", help="without an sm_90 GPU the run fails, in one line")
-    parser.addoption("--part", metavar="I/N", help="only the I-th (from 0) of N parts of the tests: parallel.py")
+    parser.addoption("--claims", metavar="DIR", help="only groups of tests that no other process claims: parallel.py")
 
 
 def pytest_configure(config):
@@ -27,20 +27,55 @@ def pytest_unconfigure(config):
     os.close(config.stash[STDERR])
 
 
-def pytest_collection_modifyitems(config, items):
-    part = config.getoption("--part")
-    if part is not None:
-        index, parts = map(int, part.split("/"))
-        chosen = [part_of(item.nodeid, parts) == index for item in items]
-        config.hook.pytest_deselected(items=[item for item, own in zip(items, chosen, strict=True) if not own])
-        items[:] = [item for item, own in zip(items, chosen, strict=True) if own]
+def pytest_runtestloop(session):
+    """With --claims: runs the groups that this process claims, and leaves word there of what it collected and ran."""
+    folder = session.config.getoption("--claims")
+    if folder is None or session.testsfailed or session.config.option.collectonly:
+        return None  # pytest's own loop
+    own = Path(folder, str(os.getpid()))
+    own.with_suffix(".collected").write_text("".join(f"{item.nodeid}\n" for item in session.items))
+    with own.with_suffix(".ran").open("w", buffering=1) as ran:  # line by line: the process may die
+        for item, following in claimed(session.items, Path(folder)):
+            session.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+            print(item.nodeid, file=ran)
+            if session.shouldfail:
+                raise session.Failed(session.shouldfail)
+            if session.shouldstop:
+                raise session.Interrupted(session.shouldstop)
+    return True
 
 
-def part_of(nodeid, parts):
-    """The part of a test: the same for the cases of a file that share kernels, as far as the name of a case says so."""
-    path, _, name = nodeid.partition("::")
+def claimed(items, folder):
+    """Pairs (test, next test) of the groups that no other process has claimed before.
+
+    A group's last test has no next one, so all fixtures end with it: to know the next one would take a claim on its
+    group, which then could not go to a process that is done earlier.
+    """
+    for index, group in enumerate(groups(items)):
+        try:
+            (folder / f"{index}.claimed").touch(exist_ok=False)
+        except FileExistsError:
+            continue
+        yield from zip(group, [*group[1:], None], strict=True)
+
+
+def groups(items):
+    """Lists of tests that stay together, in an order that all processes agree on: what takes long first."""
+    members = {}
+    for item in items:
+        members.setdefault(group_of(item), []).append(item)
+    return sorted(members.values(), key=lambda group: (not is_sanitizer(group[0]), -len(group)))
+
+
+def group_of(item):
+    """The same for tests of a file that share kernels, as far as their names say so, or the sanitizer's runs."""
+    path, _, name = item.nodeid.partition("::")
     head_dims = re.search(r"-d(\d+_\d+)-", name)  # of cases.Case
-    return zlib.crc32(f"{path} {head_dims[1] if head_dims else name}".encode()) % parts
+    return path, "sanitizer" if is_sanitizer(item) else head_dims[1] if head_dims else name
+
+
+def is_sanitizer(item):
+    return item.get_closest_marker("sanitizer") is not None
 
 
 @functools.cache
