@@ -63,6 +63,7 @@ def _trace(static, plan, options):
         names = {
             BackwardKernel.before: f"{kernel.config.name}_before",
             BackwardKernel.kernel: kernel.config.name,
+            BackwardKernel.add: f"{kernel.config.name}_add",
             BackwardKernel.behind: f"{kernel.config.name}_behind",
         }
         if kernel.queries is not None:
@@ -117,11 +118,14 @@ def _backward_arguments(static, config):
     pieces = config.consumer_warpgroups
     parts = (None, None)
     if config.split_heads:
-        count, tiles = cute.sym_int(), cute.sym_int()
+        places = (batch, heads_k, cute.sym_int(), cute.sym_int())
+    elif config.split_tail:
+        places = (cute.sym_int(),)
+    if config.key_parts:
         widths = (config.tile_n * dim for dim in (config.head_dim, config.head_dim_v))
-        parts = (_tensor(wide, batch, heads_k, count, tiles, width) for width in widths)
+        parts = (_tensor(wide, *places, width) for width in widths)
     turns = _tensor(cutlass.Int32, batch, heads, blocks, pieces, divisibility=1, align=4) if config.turns else None
-    scalars = (wide(1.0), wide(1.0), *(cutlass.Int32(1) for _ in range(6)))
+    scalars = (wide(1.0), wide(1.0), *(cutlass.Int32(1) for _ in range(8)))
     return q, k, v, out, lse, do, dlse, dq, dk, dv, rows, sums, turns, *parts, _counter(), *scalars, _stream()
 
 

@@ -54,8 +54,11 @@ def prepare(recipe, lse_gradient):
     static = static._replace(deterministic=config.turns)  # kernels without sums are the same for both
     parts = planning.head_parts(problem, config, sms)
     plan = plan._replace(split_heads=parts > 1)
+    tail = planning.split_tail(problem, planning.backward_config(static, plan), sms)
+    plan = plan._replace(split_tail=tail is not None)
     function, config = compiled(static, plan), planning.backward_config(static, plan)
-    tiles = problem.batch * problem.heads_k * parts * -(-problem.seqlen_k // config.tile_n)
+    tiles = planning.key_tiles(problem, config) * parts
+    tail = tail or planning.Tail(tiles, 1)
     query_tiles = problem.batch * problem.heads * -(-problem.seqlen_q // QueryConfig.tile_m)
     scalars = (
         scale_log2(problem.softmax_scale),
@@ -63,22 +66,24 @@ def prepare(recipe, lse_gradient):
         0 if problem.right is None else problem.right,
         planning.backward_heads_per_section(problem, config) * parts,
         problem.heads_k * parts,
-        min(tiles, sms),
+        *tail,
+        min(tail.indices(tiles), sms),
         planning.heads_per_section(problem),
         min(query_tiles, sms),
     )
-    return Launch(function, workspace(problem, config, parts), scalars)
+    return Launch(function, workspace(problem, config, parts, tail.slots(tiles)), scalars)
 
 
-def workspace(problem, config, parts):
+def workspace(problem, config, parts, slots):
     """Shapes and dtypes of ``(rows, sums, turns, dk_parts, dv_parts)`` as BackwardKernel describes them; linear in
-    length.
+    length. ``slots``: of the tail's parts, no more however long it is.
     """
     steps = (problem.batch, problem.heads, -(-problem.seqlen_q // config.tile_m))
     sums = ((*steps, config.tile_m * config.head_dim), torch.float32) if config.sums else None
     turns = ((*steps, config.consumer_warpgroups), torch.int32) if config.turns else None
     key_parts = (None, None)
-    if config.split_heads:
+    if config.key_parts:
         tiles = (problem.batch, problem.heads_k, parts, -(-problem.seqlen_k // config.tile_n))
-        key_parts = (((*tiles, config.tile_n * dim), torch.float32) for dim in (config.head_dim, config.head_dim_v))
+        places = tiles if config.split_heads else (slots,)
+        key_parts = (((*places, config.tile_n * dim), torch.float32) for dim in (config.head_dim, config.head_dim_v))
     return ((*steps, config.row_floats), torch.float32), sums, turns, *key_parts

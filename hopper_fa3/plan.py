@@ -116,6 +116,16 @@ def tile_class(head_dim):
 
 # Splitting a K/V head's query heads must save this share of the time at least; what it costs was not measured yet
 SPLIT_GAIN = 0.9
+# Cutting a launch's last tiles must save this share of the time at least
+TAIL_GAIN = 0.99
+# In steps: what a part costs besides its own (K, V and the first Q arrive, the last products drain, dK and dV leave in
+# float32), and what it costs in the kernel that adds. With 2 for 8, dense launches of length 2048 became 1 to 2 %
+# slower than uncut. The second is an estimate: at head_dim 128 a step takes 3446 clocks (profiling/NOTES.md), in which
+# one SM reads the 128 KB at 38 bytes a clock.
+PART_STEPS = 8
+ADD_STEPS = 1
+SHORTEST_PART = 8  # steps
+INDEX_LIMIT = 2**31  # the kernels count in 32 bits
 
 
 class BackwardPlan(NamedTuple):
@@ -124,6 +134,7 @@ class BackwardPlan(NamedTuple):
     tile_m: int  # queries per step
     stages: int = STAGES  # tiles of Q and of dO in flight
     split_heads: bool = False  # query heads of a K/V head go to several CTAs; choose_backward leaves it to head_parts
+    split_tail: bool = False  # the last tiles are cut by steps; choose_backward leaves it to split_tail
 
 
 # (head_dim class, head_dim_v class, right bound) -> plan of the gradients
@@ -151,6 +162,11 @@ def backward_config(static, plan):
     )
 
 
+def key_tiles(problem, config):
+    """K/V tiles of all heads."""
+    return problem.batch * problem.heads_k * -(-problem.seqlen_k // config.tile_n)
+
+
 def head_parts(problem, config, sms):
     """Into how many parts the query heads of each K/V head are split, each part a CTA's: one where that keeps the SMs
     busy, because the parts' dK and dV cost a way through memory in float32.
@@ -158,7 +174,7 @@ def head_parts(problem, config, sms):
     Counts steps in units of a K/V tile and a query head: waves of CTAs times heads of the largest part. Parts of equal
     numbers of heads, but for the last.
     """
-    tiles = problem.batch * problem.heads_k * -(-problem.seqlen_k // config.tile_n)
+    tiles = key_tiles(problem, config)
 
     def steps(parts):
         return -(-tiles * parts // sms) * -(-problem.group // parts)
@@ -166,6 +182,49 @@ def head_parts(problem, config, sms):
     possible = {-(-problem.group // -(-problem.group // parts)) for parts in range(1, problem.group + 1)}
     best = min(sorted(possible), key=steps)
     return best if steps(best) < SPLIT_GAIN * steps(1) else 1
+
+
+class Tail(NamedTuple):
+    """How a launch's last tiles are cut: kernels/backward_work.py."""
+
+    whole_tiles: int  # those before
+    parts: int  # of each
+
+    def indices(self, tiles):
+        """Pieces of work among so many tiles."""
+        return self.whole_tiles + self.slots(tiles)
+
+    def slots(self, tiles):
+        """Parts of all of them."""
+        return (tiles - self.whole_tiles) * self.parts
+
+
+def split_tail(problem, config, sms):
+    """The Tail, or None: all tiles stay whole. Where tiles are equally long, the last wave is as long as any, however
+    few tiles it has; with fewer tiles than SMs it is the only one. Its parts may fill waves of their own better
+    together with those of the wave before.
+    """
+    tiles = key_tiles(problem, config)
+    steps = -(-problem.seqlen_q // config.tile_m) * problem.group
+    last = tiles % sms
+    unequal = config.right_bound or config.turns or config.split_heads
+    if unequal or not last or steps * sms >= INDEX_LIMIT:
+        return None
+
+    def cost(tail):
+        cut = tiles - tail.whole_tiles
+        waves = -(-cut * tail.parts // sms)
+        added = -(-cut // sms) * tail.parts * ADD_STEPS
+        return tail.whole_tiles // sms * steps + waves * (-(-steps // tail.parts) + PART_STEPS) + added
+
+    tails = [
+        Tail(tiles - cut, parts)
+        for cut in (last, last + sms)
+        if cut <= tiles
+        for parts in range(2, min(sms, steps // SHORTEST_PART) + 1)
+    ]
+    best = min(tails, key=cost, default=None)
+    return best if best and cost(best) < TAIL_GAIN * -(-tiles // sms) * steps else None
 
 
 def backward_heads_per_section(problem, config):

@@ -39,6 +39,9 @@ class BackwardRunTime(NamedTuple):
     right: Int32  # right bound of the band; not read where the configuration has none
     section: Int32  # heads (over the batch) that are scheduled together: schedule.py
     head_parts: Int32  # K/V heads times the parts into which each one's query heads are split
+    # Where the tail is split: backward_work.py
+    whole_tiles: Int32  # the first tiles, which are not cut
+    parts: Int32  # of each other tile
 
     @cute.jit
     def heads_of(self, part: Int32, heads: Int32, heads_k: Int32):

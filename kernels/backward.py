@@ -6,20 +6,21 @@ FlashAttention-3 (Shah et al. 2024, section 3 and appendix): one warp loads, two
 """
 
 import cuda.bindings.driver as cuda
+import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr, pipeline
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from .args import BackwardRunTime, RunTime, TiledTensor
-from .backward_edges import THREADS, Epilogue, Prologue
+from .backward_edges import THREADS, Epilogue, Prologue, tile_of
 from .backward_load import BackwardProducer
 from .backward_roles import GradientRole, ProbabilityRole
 from .backward_smem import backward_layouts, backward_storage, row_layout, staged_floats
 from .backward_steps import EarlySums, LateSums
 from .backward_store import WARP_THREADS, SumStore
 from .backward_wide import WideConsumer
-from .backward_work import FIELDS, WorkSchedule
+from .backward_work import WorkSchedule, count_fields
 from .blocks import Band
 from .config import WARPGROUP_THREADS, WARPS_PER_WARPGROUP, BackwardConfig
 from .forward import DTYPES, heads_last
@@ -38,7 +39,9 @@ class BackwardKernel:
         self.config = config
         self.dtype = DTYPES[config.dtype]
         self.band = Band(config.tile_n, config.right_bound)
-        self.schedule = WorkSchedule(config.tile_n, True, config.descending, ordered=config.turns)
+        self.schedule = WorkSchedule(
+            config.tile_n, True, config.descending, config.turns, config.split_tail, config.tile_m
+        )
         self.prologue = Prologue(config, self.dtype)
         # Where dQ is not summed
         self.queries = None
@@ -71,6 +74,8 @@ class BackwardKernel:
         right: Int32,
         section: Int32,
         head_parts: Int32,
+        whole_tiles: Int32,
+        tile_parts: Int32,
         ctas: Int32,
         query_section: Int32,
         query_ctas: Int32,
@@ -78,9 +83,10 @@ class BackwardKernel:
     ):
         """q, k, v, out, do, dq, dk, dv: (batch, length, heads, head_dim) in 16 bit, last stride 1. lse, dlse: (batch,
         heads, seqlen_q) float32. Workspace in float32: rows (batch, heads, blocks, 2 tile_m); where dQ is summed, else
-        None: sums (batch, heads, blocks, tile_m head_dim); where heads are split, else None: dk_parts and dv_parts
-        (batch, heads_k, parts, K/V tiles, tile_n head_dim). In int32: turns (batch, heads, blocks, warpgroups), None
-        where no order of sums is asked for. query_section and query_ctas are those of query_kernel.py.
+        None: sums (batch, heads, blocks, tile_m head_dim). dk_parts and dv_parts: where heads are split (batch,
+        heads_k, parts, K/V tiles, tile_n head_dim), where the tail is split (PartWork.slot, tile_n head_dim), else
+        None. In int32: turns (batch, heads, blocks, warpgroups), None where no order of sums is asked for.
+        query_section and query_ctas are those of query_kernel.py.
         """
         config, dtype = self.config, self.dtype
         edge_ctas = rows.shape[0] * rows.shape[1] * rows.shape[2]
@@ -102,29 +108,25 @@ class BackwardKernel:
             TiledTensor(*cpasync.make_tiled_tma_atom(load_op, source, cute.slice_(layout, (None, None, 0)), box))
             for source, layout, box in zip(sources, layouts, boxes, strict=True)
         )
-        run = BackwardRunTime(scale_log2, scale, right, section, head_parts)
+        run = BackwardRunTime(scale_log2, scale, right, section, head_parts, whole_tiles, tile_parts)
         # Launch: persistent, one CTA an SM; without min_blocks_per_mp setmaxnreg would vanish
         results = (heads_last(dk), heads_last(dv))
-        outputs = (dk_parts, dv_parts) if const_expr(config.split_heads) else results
+        direct = (None, None) if const_expr(config.split_heads) else results
+        outputs = (direct[0], dk_parts), (direct[1], dv_parts)
         self.kernel(tensors, (sums, turns), outputs, counter, run).launch(
             grid=(ctas, 1, 1), block=(config.threads, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True
         )
+        behind = {"block": (WARPGROUP_THREADS * config.consumer_warpgroups, 1, 1), "stream": stream, "use_pdl": True}
+        if const_expr(config.key_parts):
+            parts = (dk_parts, results[0]), (dv_parts, results[1])
+            grid = (2 * self.tiles_in_parts(dk_parts, results[0], run), 1, 1)
+            self.add(parts, run).launch(grid=grid, **behind)
         if const_expr(not config.sums):
             query_run = RunTime(scale_log2, right, query_section)
             matrices = tuple(map(heads_last, (q, do, k, v)))
             self.queries.launch(matrices, rows, heads_last(dq), counter, scale, query_run, query_ctas, stream)
-        if const_expr(config.sums or config.split_heads):
-            parts = ((dk_parts, results[0]), (dv_parts, results[1])) if const_expr(config.split_heads) else None
-            key_tiles = (
-                dk_parts.shape[0] * dk_parts.shape[1] * dk_parts.shape[3] if const_expr(config.split_heads) else 0
-            )
-            query_tiles = edge_ctas if const_expr(config.sums) else 0
-            self.behind(sums, heads_last(dq), parts, scale, k.shape[1], right).launch(
-                grid=(query_tiles + key_tiles, 1, 1),
-                block=(WARPGROUP_THREADS * config.consumer_warpgroups, 1, 1),
-                stream=stream,
-                use_pdl=True,
-            )
+        else:
+            self.behind(sums, heads_last(dq), scale, k.shape[1], right).launch(grid=(edge_ctas, 1, 1), **behind)
 
     @cute.kernel
     def before(self, out: cute.Tensor, do: cute.Tensor, lse: cute.Tensor, dlse, rows: cute.Tensor, sums, turns):
@@ -133,19 +135,51 @@ class BackwardKernel:
         self.prologue.run(out, do, lse, dlse, rows, sums, turns)
 
     @cute.kernel
-    def behind(self, sums, dq: cute.Tensor, parts, scale: Float32, seqlen_k: Int32, right: Int32):
+    def behind(self, sums, dq: cute.Tensor, scale: Float32, seqlen_k: Int32, right: Int32):
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()
-        key_tile = cute.arch.block_idx()[0]
-        if const_expr(self.config.sums):
-            key_tile -= sums.shape[0] * sums.shape[1] * sums.shape[2]
-            if key_tile < 0:
-                self.epilogue.queries(sums, dq, scale, seqlen_k, right)
+        self.epilogue.queries(sums, dq, scale, seqlen_k, right)
+
+    @cute.kernel
+    def add(self, parts: tuple, run: BackwardRunTime):
+        """dK or dV of a tile that left in parts. Not a part of ``behind``, whose CTAs need half the registers.
+        ``parts``: ((parts, gradient) of dK, and of dV).
+        """
+        cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.griddepcontrol_wait()
+        of_dk, of_dv = parts
+        tile = cute.arch.block_idx()[0] // 2
+        if cute.arch.block_idx()[0] % 2 == 0:
+            self.add_parts(tile, of_dk, self.config.head_dim, run.scale, run)
+        else:
+            self.add_parts(tile, of_dv, self.config.head_dim_v, Float32(1.0), run)
+
+    @cute.jit
+    def tiles_in_parts(self, parts: cute.Tensor, gradient: cute.Tensor, run: BackwardRunTime) -> Int32:
+        """How many tiles left in parts."""
+        count = Int32(0)
         if const_expr(self.config.split_heads):
-            if key_tile >= 0:
-                (dk_parts, dk), (dv_parts, dv) = parts
-                self.epilogue.keys(key_tile, dk_parts, dk, self.config.head_dim, scale)
-                self.epilogue.keys(key_tile, dv_parts, dv, self.config.head_dim_v, Float32(1.0))
+            count = parts.shape[0] * parts.shape[1] * parts.shape[3]
+        else:
+            seqlen_k, _, _, batch = gradient.shape
+            count = self.schedule.count(seqlen_k, run.head_parts, batch) - run.whole_tiles
+        return count
+
+    @cute.jit
+    def add_parts(
+        self, tile: Int32, output: tuple, head_dim: cutlass.Constexpr[int], scale: Float32, run: BackwardRunTime
+    ):
+        """One of the two gradients of one of these."""
+        parts, gradient = output
+        if const_expr(self.config.split_heads):
+            block, head, batch = tile_of(tile, parts.shape[3], parts.shape[1])
+            own = parts[batch, head, None, block, None]
+            self.epilogue.keys((block, head, batch), own, (Int32(0), parts.shape[2]), gradient, head_dim, scale)
+        else:
+            seqlen_k, _, _, batches = gradient.shape
+            place = self.schedule.coordinates(run.whole_tiles + tile, seqlen_k, run.head_parts, batches, run.section)
+            bounds = tile * run.parts, (tile + 1) * run.parts
+            self.epilogue.keys(place, parts, bounds, gradient, head_dim, scale)
 
     @cute.kernel
     def kernel(
@@ -173,7 +207,7 @@ class BackwardKernel:
         s_dq = storage.dq.get_tensor(cute.make_layout(staged_floats(config))) if config.sums else None
         readers = (WARPGROUP_THREADS + config.sums * WARP_THREADS) * config.consumer_warpgroups  # and the store warps
         pipes, p_pipe = self.pipelines(storage), self.probabilities_pipeline(storage)
-        queue = make_tile_queue(storage, counter, True, readers, (FIELDS, SLOTS))
+        queue = make_tile_queue(storage, counter, True, readers, (count_fields(config.split_tail), SLOTS))
         pipeline.pipeline_init_arrive(is_relaxed=True)
         pipeline.pipeline_init_wait()
         # Every thread waits for the launch before, so a launch's end implies the end of all before it

@@ -106,7 +106,7 @@ class BackwardConsumer:
             k_pipe.consumer_wait(k_state)
             v_pipe.consumer_wait(v_state)
             while head < work.last_head:
-                state = self.head(products, memory, state, tile, blocks, warpgroup, run)
+                state = self.head(products, memory, state, tile, work.blocks_of(head, blocks), warpgroup, run)
                 head += 1
             k_pipe.consumer_release(k_state)
             v_pipe.consumer_release(v_state)

@@ -139,27 +139,29 @@ class Epilogue:
     @cute.jit
     def keys(
         self,
-        index: Int32,
+        place: tuple,
         parts: cute.Tensor,
+        bounds: tuple,
         target: cute.Tensor,
         head_dim: cutlass.Constexpr[int],
         scale: Float32,
     ):
-        """dK or dV of one K/V tile of one head. parts: (batch, heads_k, parts, tiles, floats); target: (seqlen_k,
-        head_dim, heads_k, batch). A warpgroup has 64 keys; where there are no more, half of their columns if it is
-        whole groups of a quad, or the first has them all.
+        """dK or dV of one K/V tile of one head, ``place``: (tile, head, batch). parts: (parts, floats), of which those
+        in ``bounds``, (first, end), are added in order; target: (seqlen_k, head_dim, heads_k, batch). A warpgroup has
+        64 keys; where there are no more, half of their columns if it is whole groups of a quad, or the first has them
+        all.
         """
         tile_n, warpgroups = self.config.tile_n, self.config.consumer_warpgroups
         halves = warpgroups * WGMMA_M // tile_n if head_dim % 64 == 0 else 1
         columns = head_dim // halves
-        block, head, batch = tile_of(index, parts.shape[3], parts.shape[1])
+        (block, head, batch), (first, end) = place, bounds
         thread = cute.arch.thread_idx()[0] % WARPGROUP_THREADS
         warpgroup = cute.arch.thread_idx()[0] // WARPGROUP_THREADS
         if warpgroup < tile_n // WGMMA_M * halves:
             total, part = (cute.make_rmem_tensor(WGMMA_M * columns // WARPGROUP_THREADS, Float32) for _ in range(2))
             total.fill(0.0)
-            for each in cutlass.range(parts.shape[2], unroll=1):
-                read_piece(parts[batch, head, each, block, None], part, warpgroup)
+            for each in cutlass.range(first, end, unroll=1):
+                read_piece(parts[each, None], part, warpgroup)
                 for element in cutlass.range(cute.size(total), unroll_full=True):
                     total[element] = total[element] + part[element] * scale
             rows, first_column = warpgroup, 0

@@ -37,8 +37,9 @@ class BackwardProducer:
         begin(Phase.TAKE_TILE)
         work, queue_state = self.schedule.hand_out(queue, queue_state, lengths, run, first=True)
         while work.n_block >= 0:
-            n_block, head_k, _, batch_index, head, last_head = work
-            first, _, end = self.band.query_blocks(n_block, config.tile_m, seqlen_q, seqlen_k, run.right)
+            n_block, head_k, _, batch_index, head, last_head, *_ = work
+            blocks = self.band.query_blocks(n_block, config.tile_m, seqlen_q, seqlen_k, run.right)
+            first, _, end = work.blocks_of(head, blocks)
             k_tiles, k_stages = head_tiles(tiled_k, s_k, (config.tile_n, config.head_dim), head_k, batch_index)
             v_tiles, v_stages = head_tiles(tiled_v, s_v, (config.tile_n, config.head_dim_v), head_k, batch_index)
             q_tiles, q_stages = head_tiles(tiled_q, s_q, (config.tile_m, config.head_dim), head, batch_index)
@@ -58,8 +59,8 @@ class BackwardProducer:
                     sources, stages = (q_tiles[None, block], rows[None, block]), (q_stages, row_stages)
                     q_state = self.load_queries((tiled_q, tiled_rows), sources, stages, q_pipe, q_state)
                     do_state = load(Phase.LOAD_DO, tiled_do.atom, do_tiles[None, block], do_stages, do_pipe, do_state)
-                first, _, _ = self.band.query_blocks(n_block, config.tile_m, seqlen_q, seqlen_k, run.right)
                 head += 1
+                first, _, end = work.blocks_of(head, blocks)
             # Late, so that whoever ends first gets the next tile
             begin(Phase.TAKE_TILE)
             work, queue_state = self.schedule.hand_out(queue, queue_state, lengths, run)

@@ -3,25 +3,23 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, const_expr, pipeline
+from cutlass import Float32, Int32, const_expr, pipeline
 from cutlass.cute.nvgpu import warpgroup as wgmma
 
 from .args import BackwardRunTime
+from .backward_output import store_gradient
 from .backward_products import issue
 from .backward_role_products import RoleProducts
 from .backward_scores import first_queries_of, own_statistics
-from .backward_work import Work, WorkSchedule
+from .backward_work import WorkSchedule
 from .blocks import Band
 from .config import WARPGROUP_THREADS, WGMMA_M, BackwardConfig
-from .output import DirectOutput, Piece
 from .phases import Phase, begin
 from .products import new_accumulator, new_left_operand
 from .registers import kept, released_by_first_lane
 from .schedule import SLOTS, TileQueue
 from .softmax import QUAD
-from .workspace import write_piece
 
 
 class Memory(NamedTuple):
@@ -53,11 +51,9 @@ class Role:
     schedule: WorkSchedule
 
     @cute.jit
-    def run(
-        self, lengths: tuple, output: cute.Tensor, shared: tuple, pipes: tuple, queue: TileQueue, run: BackwardRunTime
-    ):
-        """All tiles of this CTA. ``output``: dV or dK; ``shared``: K, V, Q, dO, the row statistics and P, and so
-        ``pipes``, but for the row statistics.
+    def run(self, lengths: tuple, output: tuple, shared: tuple, pipes: tuple, queue: TileQueue, run: BackwardRunTime):
+        """All tiles of this CTA. ``output``: of store_gradient; ``shared``: K, V, Q, dO, the row statistics and P, and
+        so ``pipes``, but for the row statistics.
         """
         config = self.config
         seqlen_q, seqlen_k, *_ = lengths
@@ -82,7 +78,8 @@ class Role:
             k_pipe.consumer_wait(k_state)
             v_pipe.consumer_wait(v_state)
             while head < work.last_head:
-                state = self.head(products, memory, state, total, operand, first_queries, blocks, run)
+                of_head = work.blocks_of(head, blocks)
+                state = self.head(products, memory, state, total, operand, first_queries, of_head, run)
                 head += 1
             k_pipe.consumer_release(k_state)
             v_pipe.consumer_release(v_state)
@@ -91,7 +88,8 @@ class Role:
             begin(Phase.EPILOGUE)
             work = self.schedule.read_work(queue, queue_state)
             queue_state = self.schedule.give_back(queue, queue_state)
-            self.store_total(output, total, work, first_key, run)
+            factor = run.scale if const_expr(self.scaled) else None
+            store_gradient(config, self.dtype, self.columns, output, total, work, Int32(0), first_key, factor)
             begin(Phase.WAIT_TILE)
             work = self.schedule.receive_work(queue, queue_state)
         self.schedule.give_back(queue, queue_state)
@@ -99,21 +97,6 @@ class Role:
 
     def new_scores(self, products):
         return new_accumulator(products.scores_first, (WGMMA_M, self.config.tile_m))
-
-    @cute.jit
-    def store_total(self, output: cute.Tensor, total: cute.Tensor, work: Work, first_key: Int32, run):
-        """dV or dK of a K/V tile leaves: in the input's dtype, or as one of the parts to be added later."""
-        if const_expr(self.config.split_heads):
-            part = work.part - work.head_k * output.shape[2]
-            write_piece(output[work.batch, work.head_k, part, work.n_block, None], total, Int32(0))
-        else:
-            if const_expr(self.scaled):
-                for element in cutlass.range(cute.size(total), unroll_full=True):
-                    total[element] = total[element] * run.scale
-            thread = cute.arch.thread_idx()[0] % WARPGROUP_THREADS
-            own = Int32(self.warpgroup)
-            piece = Piece(work.n_block, work.head_k, work.batch, own, thread, Boolean(False), first_key)
-            DirectOutput(self.dtype, self.columns).store(output, None, total, None, piece)
 
     def statistics(self, memory: Memory, q_state):
         """This thread's share of what the role needs of a step's row statistics: LSE or delta."""

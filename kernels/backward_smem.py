@@ -6,7 +6,7 @@ import cutlass.utils.hopper_helpers as sm90
 from cutlass.cute.nvgpu import warpgroup as wgmma
 from cutlass.tensor_utils import LayoutEnum
 
-from .backward_work import FIELDS
+from .backward_work import count_fields
 from .config import SHARED_ALIGNMENT, WGMMA_M, BackwardConfig
 from .schedule import SLOTS
 
@@ -55,7 +55,7 @@ def backward_storage(config: BackwardConfig, dtype):
         do_barriers: cute.struct.MemRange[cutlass.Int64, 2 * config.do_stages]
         p_barriers: cute.struct.MemRange[cutlass.Int64, 2 * config.score_stages if config.roles else 0]
         queue_barriers: cute.struct.MemRange[cutlass.Int64, 2 * SLOTS]
-        queue_slots: cute.struct.MemRange[cutlass.Int32, FIELDS * SLOTS]
+        queue_slots: cute.struct.MemRange[cutlass.Int32, count_fields(config.split_tail) * SLOTS]
         rows: cute.struct.Align[cute.struct.MemRange[cutlass.Float32, config.stages * config.row_floats], 128]
         k: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(k_layout)], SHARED_ALIGNMENT]
         v: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(v_layout)], SHARED_ALIGNMENT]

@@ -6,6 +6,7 @@ a counter a piece says whose turn it is.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -80,7 +81,7 @@ class SumStore:
             while head < work.last_head:
                 head_turns = turns[work.batch, head, None, None] if const_expr(config.turns) else None
                 head_sums = sums[work.batch, head, None, None]
-                self.add_head(head_sums, head_turns, shared, work.n_block, seqlen_q, seqlen_k, run, warpgroup)
+                self.add_head(head_sums, head_turns, shared, work, head, seqlen_q, seqlen_k, run, warpgroup)
                 head += 1
             queue_state = self.schedule.give_back(queue, queue_state)
             begin(Phase.WAIT_TILE)
@@ -96,15 +97,17 @@ class SumStore:
         sums: cute.Tensor,
         turns: cute.Tensor | None,
         shared: cute.Tensor,
-        n_block: Int32,
+        work: NamedTuple,
+        head: Int32,
         seqlen_q: Int32,
         seqlen_k: Int32,
         run: BackwardRunTime,
         warpgroup: Int32,
     ):
         """All steps of one query head."""
-        config = self.config
-        first, _, end = self.band.query_blocks(n_block, config.tile_m, seqlen_q, seqlen_k, run.right)
+        config, n_block = self.config, work.n_block
+        blocks = self.band.query_blocks(n_block, config.tile_m, seqlen_q, seqlen_k, run.right)
+        first, _, end = work.blocks_of(head, blocks)
         for block in cutlass.range(first, end, unroll=1):
             if const_expr(config.turns):
                 expected = self.band.turn(n_block, block, config.tile_m, seqlen_q, seqlen_k, run.right)

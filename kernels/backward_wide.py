@@ -114,7 +114,7 @@ class WideConsumer:
             k_pipe.consumer_wait(k_state)
             v_pipe.consumer_wait(v_state)
             while head < work.last_head:
-                state = self.head(products, dk, memory, state, tile, blocks, warpgroup, run)
+                state = self.head(products, dk, memory, state, tile, work.blocks_of(head, blocks), warpgroup, run)
                 head += 1
             k_pipe.consumer_release(k_state)
             v_pipe.consumer_release(v_state)

@@ -2,6 +2,12 @@
 
 The producer warp takes a tile's index from the schedule and decodes it for all: that takes seven divisions, a hundred
 clocks each, and this warp has time. The others find the result in shared memory.
+
+A launch of equal tiles ends when the last of them do, however few SMs these occupy. Where the tail is split
+(``BackwardConfig.split_tail``) a step is a block of queries of one query head, a tile's steps are those of one head
+after the other, and each of the launch's last tiles is cut into ``BackwardRunTime.parts`` of as many steps, give or
+take one. Indices below ``whole_tiles`` are tiles; the next ones are parts, tile by tile. dK and dV of a part leave as
+float32, and a kernel behind adds those of a tile in order.
 """
 
 from dataclasses import dataclass
@@ -25,8 +31,74 @@ class Work(NamedTuple):
     head: Int32  # the first query head
     last_head: Int32  # the first one that is not among them
 
+    def blocks_of(self, head: Int32, blocks: tuple):
+        """``blocks``, of a whole head, as far as they belong to the work."""
+        return blocks
 
-FIELDS = len(Work._fields)
+
+class PartWork(NamedTuple):
+    """The same where the tail is split: some steps of a tile."""
+
+    n_block: Int32
+    head_k: Int32
+    part: Int32
+    batch: Int32
+    head: Int32
+    last_head: Int32
+    first_block: Int32  # of the first query head
+    end_block: Int32  # of the last query head
+    slot: Int32  # where this part's dK and dV lie; -1: it is a whole tile
+
+    @cute.jit
+    def blocks_of(self, head: Int32, blocks: tuple):
+        """``(first, unmasked, end)`` of a head: ``blocks``, which begin at 0, cut to the work."""
+        _, unmasked, end = blocks
+        first = cutlass.select_(head == self.head, self.first_block, Int32(0))
+        end = cutlass.select_(head == self.last_head - 1, self.end_block, end)
+        found = first, cutlass.min(unmasked, end), end
+        # Through shuffles: else the compiler computes them again in every step
+        return tuple(cute.arch.make_warp_uniform(each) for each in found)
+
+
+class Part(NamedTuple):
+    """Steps [first, end) of a tile."""
+
+    tile: Int32
+    first: Int32
+    end: Int32
+    slot: Int32  # PartWork.slot
+
+
+def kind_of_work(split_tail: bool):
+    return PartWork if split_tail else Work
+
+
+def count_fields(split_tail: bool):
+    """Numbers that tell a warp of a piece of work."""
+    return len(kind_of_work(split_tail)._fields)
+
+
+@cute.jit
+def part_of(index: Int32, steps: Int32, run: BackwardRunTime) -> Part:
+    """What an index means. ``steps``: of a tile."""
+    slot = index - run.whole_tiles
+    of_tail = cutlass.max(slot, 0) // run.parts
+    part = slot - of_tail * run.parts
+    whole = slot < 0
+    first = cutlass.select_(whole, Int32(0), part * steps // run.parts)
+    end = cutlass.select_(whole, steps, (part + 1) * steps // run.parts)
+    tile = cutlass.select_(whole, index, run.whole_tiles + of_tail)
+    return Part(tile, first, end, cutlass.max(slot, -1))
+
+
+@cute.jit
+def heads_and_blocks(first: Int32, end: Int32, blocks: Int32):
+    """``(first head, end of heads, first block, end of blocks)`` of steps [first, end), heads counted from the tile's
+    first one, as PartWork names them. ``blocks``: of a head.
+    """
+    first_head = first // blocks
+    last_head = (end - 1) // blocks
+    return first_head, last_head + 1, first - first_head * blocks, end - last_head * blocks
 
 
 @dataclass(frozen=True)
@@ -37,6 +109,8 @@ class WorkSchedule(Schedule):
     """
 
     ordered: bool
+    split_tail: bool
+    step: int  # queries
 
     @cute.jit
     def hand_out(
@@ -56,23 +130,35 @@ class WorkSchedule(Schedule):
             index = self.take(queue, cute.arch.grid_dim()[0])
         work = self.decode(index, lengths, run)
         if cute.arch.lane_idx() == 0:
-            for field in cutlass.range_constexpr(FIELDS):
+            for field in cutlass.range_constexpr(count_fields(self.split_tail)):
                 queue.slots[field, state.index] = work[field]
             queue.pipe.producer_commit(state)
         state.advance()
         return work, state
 
     @cute.jit
-    def decode(self, index: Int32, lengths: tuple, run: BackwardRunTime) -> Work:
-        """What an index means. ``lengths``: (seqlen_q, seqlen_k, heads, heads_k, batch)."""
-        _, seqlen_k, heads, heads_k, batch = lengths
-        tiles = self.count(seqlen_k, run.head_parts, batch)
+    def decode(self, index: Int32, lengths: tuple, run: BackwardRunTime):
+        """What an index means: Work or PartWork. ``lengths``: (seqlen_q, seqlen_k, heads, heads_k, batch)."""
+        seqlen_q, seqlen_k, heads, heads_k, batch = lengths
+        end = self.count(seqlen_k, run.head_parts, batch)
+        if const_expr(self.split_tail):
+            end = run.whole_tiles + (end - run.whole_tiles) * run.parts
         # Past the last tile there may be a division by 0
-        tile = cutlass.min(index, tiles - 1)
+        tile = cutlass.min(index, end - 1)
+        found = None
+        if const_expr(self.split_tail):
+            blocks = (seqlen_q + self.step - 1) // self.step
+            found = part_of(tile, blocks * (heads // heads_k), run)
+            tile = found.tile
         n_block, part, batch_index = self.coordinates(tile, seqlen_k, run.head_parts, batch, run.section)
-        n_block = cutlass.select_(index < tiles, n_block, Int32(-1))
+        n_block = cutlass.select_(index < end, n_block, Int32(-1))
         head_k, head, last_head = run.heads_of(part, heads, heads_k)
-        return Work(n_block, head_k, part, batch_index, head, last_head)
+        work = Work(n_block, head_k, part, batch_index, head, last_head)
+        if const_expr(self.split_tail):
+            first_head, end_head, first_block, end_block = heads_and_blocks(found.first, found.end, blocks)
+            heads_within = head + first_head, head + end_head
+            work = PartWork(*work[:4], *heads_within, first_block, end_block, found.slot)
+        return work
 
     @cute.jit
     def receive_work(self, queue: TileQueue, state) -> Work:
@@ -81,9 +167,11 @@ class WorkSchedule(Schedule):
         return self.read_work(queue, state)
 
     @cute.jit
-    def read_work(self, queue: TileQueue, state) -> Work:
+    def read_work(self, queue: TileQueue, state) -> Work | PartWork:
         """The same again: cheaper than registers that hold all of it from a tile's first step to its last."""
-        return Work(*(cute.arch.make_warp_uniform(queue.slots[field, state.index]) for field in range(FIELDS)))
+        kind = kind_of_work(self.split_tail)
+        fields = (queue.slots[field, state.index] for field in range(len(kind._fields)))
+        return kind(*(cute.arch.make_warp_uniform(field) for field in fields))
 
     @cute.jit
     def give_back(self, queue: TileQueue, state):

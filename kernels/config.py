@@ -198,6 +198,8 @@ class BackwardConfig(Checked):
     deterministic: bool = False
     # The query heads of a K/V head are split among CTAs: dK and dV leave as float32 parts, added after the main kernel
     split_heads: bool = False
+    # A launch's last tiles are cut into parts, of which a CTA takes one: dK and dV of these likewise (backward_work.py)
+    split_tail: bool = False
 
     consumer_warpgroups = 2
 
@@ -225,6 +227,11 @@ class BackwardConfig(Checked):
     def turns(self):
         """True where the order of the sums must be the same in every run."""
         return self.deterministic and self.sums
+
+    @property
+    def key_parts(self):
+        """True where dK and dV of some tiles are added after the main kernel."""
+        return self.split_heads or self.split_tail
 
     def free_registers(self):
         """Registers left per consumer thread beside dK, dV and the larger of dQ's piece and dP with P in 16 bit, all
@@ -270,7 +277,8 @@ class BackwardConfig(Checked):
         """Readable kernel name for profilers."""
         mask = "causal" if self.right_bound else "dense"
         dims = f"d{self.head_dim}" if self.head_dim == self.head_dim_v else f"d{self.head_dim}v{self.head_dim_v}"
-        options = ("_split_heads" if self.split_heads else "") + ("_deterministic" if self.turns else "")
+        split = ("_split_heads" if self.split_heads else "") + ("_split_tail" if self.split_tail else "")
+        options = split + ("_deterministic" if self.turns else "")
         return f"hopper_fa3_backward_{dims}_{mask}_{SHORT_DTYPES[self.dtype]}_{self.tile_m}x{self.tile_n}{options}"
 
     @property
@@ -338,6 +346,10 @@ class BackwardConfig(Checked):
             (
                 self.tile_m == WGMMA_M or (self.tile_m == 2 * WGMMA_M and not self.wide),
                 f"tile_m must be 64, or 128 at head dims up to 128, got {self.tile_m}",
+            ),
+            (
+                not (self.split_tail and (self.right_bound or self.turns or self.split_heads)),
+                "split_tail needs tiles of equal length, whole groups of heads and sums in any order",
             ),
             (self.stages >= 2, f"stages must be at least 2 (the next Q is loaded under this one), got {self.stages}"),
             (

@@ -142,9 +142,9 @@ class Replacements:
     def add_head(self, one_head):
         """SumStore.add_head; notes which K/V tile the agent adds."""
 
-        def add_head(store, sums, turns, shared, n_block, *others):
-            self.tiles[self.simulation.current] = n_block
-            one_head(store, sums, turns, shared, n_block, *others)
+        def add_head(store, sums, turns, shared, work, *others):
+            self.tiles[self.simulation.current] = work.n_block
+            one_head(store, sums, turns, shared, work, *others)
 
         return add_head
 

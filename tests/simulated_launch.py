@@ -1,6 +1,6 @@
 """Launches of the backward's kernels on the simulation, and the gradients that they must give."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from simulated_backward import Replacements
@@ -136,23 +136,27 @@ def run_queries(problem, seed, edits=(), head_dim=256):
 class KeysLaunch(Launch):
     """The main kernel: dK and dV, and dQ where its configuration has sums."""
 
-    def __init__(self, problem, seed, edits, head_dims, tile_m=WARPGROUP_ROWS, deterministic=False):
+    def __init__(self, problem, seed, edits, head_dims, tile_m=WARPGROUP_ROWS, deterministic=False, split_tail=False):
         super().__init__(problem, seed, edits)
         shape, kernels = problem.shape, self.kernels
         split = shape.split > 1
-        options = (tile_m, 2, deterministic, split)
+        options = (tile_m, 2, deterministic, split, split_tail)
         self.config = config = kernels["config"].BackwardConfig("bfloat16", *head_dims, shape.bounded, *options)
         self.band = self.band(config)
         self.work = kernels["backward_work"]
-        self.schedule = self.work.WorkSchedule(config.tile_n, True, config.descending, config.turns)
+        order = config.descending, config.turns
+        self.schedule = self.work.WorkSchedule(config.tile_n, True, *order, split_tail, tile_m)
         self.steps, self.tiles = (-(-length // tile) for length, tile in self.lengths_and_tiles())
-        self.run_time = kernels["args"].BackwardRunTime(
-            SCALE_LOG2, SCALE, shape.right or 0, shape.section * shape.split, shape.heads_k * shape.split
-        )
+        scalars = SCALE_LOG2, SCALE, shape.right or 0, shape.section * shape.split, shape.heads_k * shape.split
+        self.all_tiles = self.tiles * shape.heads_k * shape.split * shape.batch
+        self.run_time = kernels["args"].BackwardRunTime(*scalars, *self.tail())
         rows = problem.statistics(tile_m)
         self.tensors = [Tensor(x) for x in (problem.k, problem.v, problem.q, problem.do, rows)]
         self.lengths = shape.seqlen_q, shape.seqlen_k, shape.heads, shape.heads_k, shape.batch
-        self.outputs = [Memory(np.full(self.output_shape(x), np.nan)) for x in (problem.k, problem.v)]
+        self.outputs = [
+            [Memory(np.full(shape, np.nan)) for shape in (x.shape, self.parts_shape(x.shape[-1]))]
+            for x in (problem.k, problem.v)
+        ]
         # dQ: a piece of each warpgroup, in parts
         parts = (config.sum_rounds, WARPGROUP_ROWS, HEAD_DIM // config.column_pieces // config.sum_rounds)
         pieces = (shape.batch, shape.heads, self.steps, config.consumer_warpgroups)
@@ -164,13 +168,20 @@ class KeysLaunch(Launch):
         shape = self.problem.shape
         return (shape.seqlen_q, self.config.tile_m), (shape.seqlen_k, self.config.tile_n)
 
-    def output_shape(self, keys):
-        """Of dK or dV: as K's or V's, or parts of float32 in the order of registers."""
-        shape, columns = self.problem.shape, keys.shape[-1]
-        if shape.split == 1:
-            return keys.shape
-        pieces = self.config.tile_n // WARPGROUP_ROWS
-        return shape.batch, shape.heads_k, shape.split, self.tiles, pieces, WARPGROUP_ROWS, columns
+    def tail(self):
+        """``(whole_tiles, parts)`` by chance."""
+        if not self.config.split_tail:
+            return None, None
+        chance, steps = self.simulation.chance, self.steps * self.problem.shape.group
+        return chance.randrange(self.all_tiles), chance.randint(1, min(steps, 4))
+
+    def parts_shape(self, columns):
+        """Of parts of dK or dV, pieces in the order of registers."""
+        shape, piece = self.problem.shape, (self.config.tile_n // WARPGROUP_ROWS, WARPGROUP_ROWS, columns)
+        if self.config.split_tail:
+            run = self.run_time
+            return (self.all_tiles - run.whole_tiles) * run.parts, *piece
+        return shape.batch, shape.heads_k, shape.split, self.tiles, *piece
 
     def add_cta(self, index):
         config, kernels = self.config, self.kernels
@@ -191,7 +202,7 @@ class KeysLaunch(Launch):
             Pipe(cta, "dO", config.do_stages, consumers),
         )
         readers = consumers + config.sums * config.consumer_warpgroups
-        queue = self.queue(cta, True, readers, slots=(self.work.FIELDS, 2))
+        queue = self.queue(cta, True, readers, slots=(self.work.count_fields(config.split_tail), 2))
         role = (config, None, self.band, self.schedule)
         producer = kernels["backward_load"].BackwardProducer(config, self.band, self.schedule)
         self.add_warps(cta, [0], producer, self.tensors, self.lengths, shared, pipes, queue, self.run_time)
@@ -220,16 +231,31 @@ class KeysLaunch(Launch):
 
     def gradients(self):
         """What the launch gave, by name."""
-        dk, dv = (output.array for output in self.outputs)
-        found = {"dk": dk, "dv": dv}
-        if self.problem.shape.split > 1:
-            found = {"dk": self.added_parts(dk) * SCALE, "dv": self.added_parts(dv)}
+        found = {}
+        for name, (whole, parts), factor in zip(("dk", "dv"), self.outputs, (SCALE, 1.0), strict=True):
+            found[name] = whole.array
+            if self.config.split_heads:
+                found[name] = self.added_parts(parts.array) * factor
+            elif self.config.split_tail:
+                self.add_tail(whole.array, parts.array * factor)
         return {**found, "dq": self.added_pieces() * SCALE} if self.config.sums else found
 
     def added_parts(self, parts):
         batch, heads, _, _, _, _, columns = parts.shape
         keys = parts.sum(2).reshape(batch, heads, -1, columns)
         return keys[:, :, : self.problem.shape.seqlen_k].swapaxes(1, 2)
+
+    def add_tail(self, gradient, parts):
+        """To dK or dV."""
+        run, shape = self.run_time, self.problem.shape
+        for tile in range(run.whole_tiles, self.all_tiles):
+            n_block, head, batch = self.schedule.coordinates(
+                tile, shape.seqlen_k, run.head_parts, shape.batch, run.section
+            )
+            keys = gradient[batch, n_block * self.config.tile_n :][: self.config.tile_n, head]
+            require(np.isnan(keys).all(), "a tile of the tail is stored as a whole one")
+            first = (tile - run.whole_tiles) * run.parts
+            keys[:] = parts[first : first + run.parts].sum(0).reshape(-1, keys.shape[-1])[: len(keys)]
 
     def added_pieces(self):
         """dQ from its pieces: (batch, heads, steps, pieces, parts, 64 queries, columns)."""
@@ -239,6 +265,12 @@ class KeysLaunch(Launch):
             by_rows = self.sums.array.transpose(0, 1, 2, 5, 3, 4, 6)
         queries = by_rows.reshape(batch, heads, -1, HEAD_DIM)
         return queries[:, :, : self.problem.shape.seqlen_q].swapaxes(1, 2)
+
+
+def run_tail(problem, seed, edits=(), **options):
+    """run_keys for the same sizes without a bound, whose last tiles are cut."""
+    shape = replace(problem.shape, right=None, split=1)
+    run_keys(Problem(shape, seed), seed, edits, split_tail=True, **options)
 
 
 def run_keys(problem, seed, edits=(), **options):

@@ -68,13 +68,14 @@ GRADIENTS.append(
 @pytest.mark.parametrize(("static", "chosen"), GRADIENTS, ids=[plan.backward_config(*each).name for each in GRADIENTS])
 def test_machine_code_of_gradients(static, chosen):
     config = plan.backward_config(static, chosen)
-    before, found, behind = (machine_code.parse(*texts) for texts in kernels(static, chosen))
+    before, found, *others = (machine_code.parse(*texts) for texts in kernels(static, chosen))
     # What a profiler shows, and the order of launch
-    names = (f"{config.name}_before_0", f"{config.name}_1", f"{config.name}_behind_2")
-    assert (before.name, found.name, behind.name) == names
-    for each in (before, found, behind):
+    ends = ("_before", "", "_add", "_behind") if config.key_parts else ("_before", "", "_behind")
+    names = [f"{config.name}{end}_{place}" for place, end in enumerate(ends)]
+    assert [each.name for each in (before, found, *others)] == names
+    for each in (before, found, *others):
         assert (each.stack, each.local, each.spills) == (0, 0, 0)
-    assert not any(family in each.counts for each in (before, behind) for family in ("HGMMA", "UTMALDG"))
+    assert not any(family in each.counts for each in (before, *others) for family in ("HGMMA", "UTMALDG"))
     # S in steps of 16 head dims; dP; dV and dK in steps of 16 queries; dQ in steps of 16 keys. A head's first S, the
     # masked loop, the unmasked loop, and the last step, which has no next S but also its own dQ; in one of the two
     # orders of products also the second step, which has no dQ.

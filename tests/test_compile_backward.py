@@ -32,24 +32,27 @@ def of_queries(config):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "head_dim", "head_dim_v", "right_bound", "products"),
+    ("dtype", "head_dim", "head_dim_v", "right_bound", "split_tail", "products"),
     [
-        ("bfloat16", 192, 128, True, of_128_keys),
-        ("float16", 64, 256, False, of_128_keys),
-        ("bfloat16", 192, 192, False, of_roles),
-        ("float16", 256, 256, True, of_roles),
+        ("bfloat16", 192, 128, True, False, of_128_keys),
+        ("float16", 64, 256, False, False, of_128_keys),
+        ("bfloat16", 192, 128, False, True, of_128_keys),
+        ("bfloat16", 192, 192, False, False, of_roles),
+        ("float16", 256, 256, True, False, of_roles),
+        ("bfloat16", 256, 256, False, True, of_roles),
     ],
 )
-def test_machine_code(dtype, head_dim, head_dim_v, right_bound, products):
+def test_machine_code(dtype, head_dim, head_dim_v, right_bound, split_tail, products):
     static = BackwardStatic(dtype, head_dim, head_dim_v, right_bound, True, False)
-    chosen = plan.choose_backward(static)
+    chosen = plan.choose_backward(static)._replace(split_tail=split_tail)
     config = plan.backward_config(static, chosen)
-    before, main, last = machine_code.reports(compiling.cubin(static, chosen))
+    before, main, *add, last = machine_code.reports(compiling.cubin(static, chosen))
     # Fences before groups of WGMMAs and waits for them: twice as many as WGMMAs where ptxas serialises these
     assert (main.counts["HGMMA"], main.counts["WARPGROUP"] <= 32) == (products(config), True)
     if config.roles:
-        assert last.name == QueryConfig(dtype, head_dim, head_dim_v, right_bound).name + "_2"
+        assert last.name == QueryConfig(dtype, head_dim, head_dim_v, right_bound).name + f"_{2 + split_tail}"
         assert (last.counts["HGMMA"], last.counts["WARPGROUP"] <= 20) == (of_queries(config), True)
         assert last.registers == 168
-    for kernel in (before, main, last):
+    assert [kernel.name for kernel in add] == [f"{config.name}_add_2"] * split_tail
+    for kernel in (before, main, *add, last):
         assert (kernel.stack, kernel.local, kernel.spills) == (0, 0, 0), kernel.name

@@ -13,7 +13,7 @@ from hopper_fa3.problem import BackwardStatic, Problem
 
 NAMES = (
     "q", "k", "v", "out", "lse", "do", "dlse", "dq", "dk", "dv", "rows", "sums", "turns", "dk_parts", "dv_parts",
-    "counter", "scale_log2", "scale", "right", "section", "head_parts", "ctas",
+    "counter", "scale_log2", "scale", "right", "section", "head_parts", "whole_tiles", "tile_parts", "ctas",
     "query_section", "query_ctas",
 )  # fmt: skip
 FORWARD = ("q", "k", "v", "out", "lse", "counter", "scale_log2", "right", "section", "ctas")
@@ -207,6 +207,40 @@ def test_query_heads_are_split_where_tiles_are_few(kernels):
     assert got.dk_parts.shape == (1, 1, 8, 2, 128 * 96) and got.dv_parts.shape == (1, 1, 8, 2, 128 * 128)
     assert got.dk_parts.dtype == got.dv_parts.dtype == torch.float32
     assert got.section % 8 == 0  # parts of a head stay together
+
+
+@pytest.mark.parametrize("sms", [132, 131])
+def test_the_last_tiles_are_cut(sms, kernels):
+    """1600 tiles of 64 steps on 132 SMs: 12 waves and 16 tiles, whose dK and dV are added in float32 afterwards."""
+    q, k, v = inputs(seqlen_q=4000, seqlen_k=128 * 100, heads=16, heads_k=16, batch=1, head_dim=96, head_dim_v=128)
+    execute(q, k, v, sm_margin=132 - sms)
+    (got,) = kernels.calls
+    assert kernels.asked[0][1] == plan.BackwardPlan(64, split_tail=True)
+    tail = 1600 - got.whole_tiles
+    assert tail in (1600 % sms, 1600 % sms + sms) and 1 < got.tile_parts <= 64 // plan.SHORTEST_PART
+    assert (got.ctas, got.head_parts, got.section) == (sms, 16, 1)
+    slots = tail * got.tile_parts
+    assert got.dk_parts.shape == (slots, 128 * 96) and got.dv_parts.shape == (slots, 128 * 128)
+    assert got.dk_parts.dtype == got.dv_parts.dtype == torch.float32
+
+
+def test_fewer_tiles_than_sms_are_all_cut(kernels):
+    """Wide heads, whose tiles have 64 keys: also where asked to be deterministic, because their order is."""
+    execute(*inputs(seqlen_q=2000, heads=2, head_dim=256, head_dim_v=256, batch=1), deterministic=True)
+    (got,) = kernels.calls
+    assert kernels.asked[0] == (
+        BackwardStatic("bfloat16", 256, 256, False, False, False), plan.BackwardPlan(64, split_tail=True)
+    )  # fmt: skip
+    # 10 tiles of 32 steps
+    assert got.whole_tiles == 0 and got.ctas == 10 * got.tile_parts == got.dk_parts.shape[0] > 10
+
+
+@pytest.mark.parametrize("options", [{"causal": True}, {"deterministic": True}], ids=str)
+def test_a_tail_that_stays_whole(options, kernels):
+    execute(*inputs(seqlen_q=4000, seqlen_k=128 * 100, heads=16, heads_k=16, batch=1), **options)
+    (got,) = kernels.calls
+    assert not kernels.asked[0][1].split_tail and (got.whole_tiles, got.tile_parts) == (1600, 1)
+    assert (got.dk_parts, got.dv_parts) == (None, None)
 
 
 class Summed:

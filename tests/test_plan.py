@@ -1,6 +1,7 @@
 """The plan table: every row and every unusual pair of head dims gives a kernel that the hardware can hold."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -261,6 +262,66 @@ def test_parts_of_query_heads_save_time_or_are_one(seqlen_k, group, sms):
 def test_parts_on_an_h200(seqlen_k, heads, heads_k, parts):
     asked = problem(batch=1, seqlen_k=seqlen_k, heads=heads, heads_k=heads_k)
     assert plan.head_parts(asked, GRADIENTS, 132) == parts
+
+
+def dealt(pieces, sms):
+    """Steps of the busiest SM, where whoever is done takes the next piece."""
+    loads = [0] * sms
+    for steps in pieces:
+        loads[loads.index(min(loads))] += steps
+    return max(loads)
+
+
+@pytest.mark.parametrize("sms", [1, 4, 5, 16, 132])
+@pytest.mark.parametrize("group", [1, 3, 8])
+@pytest.mark.parametrize("seqlen_q", [1, 64, 500, 3000, 20_000])
+@pytest.mark.parametrize("seqlen_k", [1, 128, 200, 1000, 17_000])
+def test_a_cut_tail_saves_time(seqlen_k, seqlen_q, group, sms):
+    asked = problem(batch=1, heads_k=3, heads=3 * group, seqlen_k=seqlen_k, seqlen_q=seqlen_q, right=None)
+    tail = plan.split_tail(asked, GRADIENTS, sms)
+    tiles, steps = 3 * -(-seqlen_k // 128), -(-seqlen_q // 64) * group
+    whole = dealt([steps] * tiles, sms)
+    if tail is None:
+        # No tail, tiles too short to cut, or no gain of cutting the last wave in two
+        in_two = dealt([-(-steps // 2) + plan.PART_STEPS] * 2 * (tiles % sms), sms) + 2 * plan.ADD_STEPS
+        short = steps < 2 * plan.SHORTEST_PART
+        assert tiles % sms == 0 or short or tiles // sms * steps + in_two >= plan.TAIL_GAIN * whole
+        return
+    cut = tiles - tail.whole_tiles
+    assert cut in (tiles % sms, tiles % sms + sms) and 0 < cut <= tiles
+    assert 1 < tail.parts <= steps // plan.SHORTEST_PART
+    assert tail.slots(tiles) == cut * tail.parts == tail.indices(tiles) - tail.whole_tiles
+    bounds = [part * steps // tail.parts for part in range(tail.parts + 1)]
+    parts = [end - first + plan.PART_STEPS for first, end in itertools.pairwise(bounds)]
+    assert dealt([steps] * tail.whole_tiles + parts * cut, sms) + tail.parts < whole
+
+
+@pytest.mark.parametrize(
+    ("facts", "tail"),
+    [
+        # 4096 tiles of 64 steps: 31 waves and 4 tiles
+        ({"heads": 32, "heads_k": 32, "seqlen_k": 8192}, plan.Tail(4092, 8)),
+        # 2048: 68 tiles behind 15 waves, whose 204 parts are two waves of a third each; not of half as many steps
+        ({"heads": 16, "heads_k": 16, "seqlen_k": 8192, "seqlen_q": 8192}, plan.Tail(1980, 3)),
+        ({"heads": 16, "heads_k": 16, "seqlen_k": 8192}, None),
+        # 512 tiles of 256 steps: 116 of them in the last wave leave few SMs idle
+        ({"heads": 16, "heads_k": 4, "seqlen_k": 8192}, None),
+        ({"heads": 1, "heads_k": 1, "seqlen_k": 1024}, plan.Tail(0, 8)),
+        # 31 waves and 4 tiles of 16 steps: less than 1 %
+        ({"heads": 32, "heads_k": 32, "seqlen_k": 8192, "seqlen_q": 1024}, None),
+        # No tail; tiles of unequal length
+        ({"heads": 33, "heads_k": 33, "seqlen_k": 8192}, None),
+        ({"heads": 32, "heads_k": 32, "seqlen_k": 8192, "right": 0}, None),
+        # Steps that 32 bits do not count
+        ({"heads": 32, "heads_k": 32, "seqlen_k": 8192, "seqlen_q": 2**31}, None),
+    ],
+)
+def test_tails_on_an_h200(facts, tail):
+    asked = problem(**{"seqlen_q": 4096, "right": None, **facts})
+    config = replace(GRADIENTS, right_bound=asked.right is not None)
+    assert plan.split_tail(asked, config, 132) == tail
+    assert plan.split_tail(asked, replace(config, deterministic=True), 132) is None
+    assert plan.split_tail(asked, replace(config, split_heads=True), 132) is None
 
 
 def test_sections_of_gradients_keep_queries_and_sums_in_l2():

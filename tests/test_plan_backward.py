@@ -100,6 +100,9 @@ def test_as_many_keys_as_registers_hold():
         ({"tile_m": 96}, "tile_m must be 64, or 128 at head dims up to 128, got 96"),
         ({"tile_m": 128}, "tile_m must be 64, or 128 at head dims up to 128, got 128"),
         ({"stages": 1}, "stages must be at least 2"),
+        ({"split_tail": True, "right_bound": True}, "split_tail needs tiles of equal length"),
+        ({"split_tail": True, "split_heads": True}, "split_tail needs tiles of equal length"),
+        ({"split_tail": True, "deterministic": True, "head_dim": 64}, "split_tail needs tiles of equal length"),
         ({"stages": 3}, "shared memory must be at most 232448 bytes, got 280576"),
     ],
 )

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 from simulated_dsl import ProtocolError
-from simulated_launch import Problem, Shape, run_keys, run_queries
+from simulated_launch import Problem, Shape, run_keys, run_queries, run_tail
 
 LENGTHS = (1, 7, 63, 64, 65, 128, 130, 200, 257)
 SEEDS = range(12)
@@ -18,6 +18,10 @@ KINDS = {
     "early sums, in order": partial(run_keys, head_dims=(128, 128), deterministic=True),
     "late sums": partial(run_keys, head_dims=(64, 64), tile_m=128),
     "late sums, in order": partial(run_keys, head_dims=(64, 64), tile_m=128, deterministic=True),
+    "roles, split tail": partial(run_tail, head_dims=(256, 256)),
+    "early sums, split tail": partial(run_tail, head_dims=(128, 128)),
+    "late sums, split tail": partial(run_tail, head_dims=(64, 64), tile_m=128),
+    "wide, split tail": partial(run_tail, head_dims=(192, 128)),
     "wide": partial(run_keys, head_dims=(128, 192)),
     "wide, in order": partial(run_keys, head_dims=(128, 192), deterministic=True),
     "wide, dQ in parts": partial(run_keys, head_dims=(192, 128)),
@@ -105,6 +109,22 @@ FAULTS = {
     ),
     "a slot with a tile's fields is kept": (
         "wide", "backward_work", "queue.pipe.consumer_release(state)", "pass"
+    ),
+    "a part ends for the producer where its tile does": (
+        "roles, split tail", "backward_load",
+        "head += 1\n                first, _, end = work.blocks_of(head, blocks)",
+        "head += 1\n                first, _, end = blocks",
+    ),
+    "dQ of a whole head is awaited in a part": (
+        "wide, split tail", "backward_store", "first, _, end = work.blocks_of(head, blocks)", "first, _, end = blocks"
+    ),
+    "the last part is left out": (
+        "early sums, split tail", "backward_work",
+        "end = run.whole_tiles + (end - run.whole_tiles) * run.parts",
+        "end = run.whole_tiles + (end - run.whole_tiles) * run.parts - 1",
+    ),
+    "two parts leave in one place": (
+        "late sums, split tail", "backward_work", "cutlass.max(slot, -1)", "cutlass.max(slot, -1) // 2"
     ),
     "a part of dQ is staged over the one before": (
         "wide, dQ in parts", "backward_wide",
