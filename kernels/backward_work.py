@@ -161,13 +161,13 @@ class WorkSchedule(Schedule):
         return work
 
     @cute.jit
-    def receive_work(self, queue: TileQueue, state) -> Work:
+    def receive_work(self, queue: TileQueue, state):
         """Another warp: the next tile's. It stays in shared memory until it is given back."""
         queue.pipe.consumer_wait(state)
         return self.read_work(queue, state)
 
     @cute.jit
-    def read_work(self, queue: TileQueue, state) -> Work | PartWork:
+    def read_work(self, queue: TileQueue, state):
         """The same again: cheaper than registers that hold all of it from a tile's first step to its last."""
         kind = kind_of_work(self.split_tail)
         fields = (queue.slots[field, state.index] for field in range(len(kind._fields)))
