@@ -4,7 +4,13 @@ import itertools
 from collections import defaultdict
 from typing import NamedTuple
 
+import pytest
+
+import hopper_fa3.compile  # noqa: F401  chooses the DSL's target, which cutlass takes when it is first imported
+
+# isort: split
 import cutlass
+from test_backward_tail_gpu import DIMS, FEW_SMS, TAILS, on_few_sms, with_tail
 from test_blocks import evaluated
 
 from hopper_fa3.kernels.args import BackwardRunTime
@@ -91,3 +97,12 @@ def test_every_step_is_taken_once():
             # In order: a tile's parts are added as they come
             heads = range(head_k * deal.group, (head_k + 1) * deal.group)
             assert steps == [*itertools.product(heads, range(deal.blocks))], deal
+
+
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+def test_cases_for_the_gpu_have_a_tail(dims):
+    """On an H200; with_tail itself says what it must be."""
+    for tail in TAILS:
+        with_tail(*dims, *tail, 132)
+    for sms in FEW_SMS:
+        on_few_sms(*dims, sms)
