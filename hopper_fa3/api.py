@@ -12,18 +12,22 @@ _recipes = {}  # signature of a CUDA call -> launch.Recipe: a call seen before s
 def _recall(q, k, v, out, options):
     """``(signature, recipe)``: all that a CUDA call's recipe depends on, and the recipe of an equal call before it.
 
-    Both None where there is no signature (CPU tensors, what is no tensor); then Problem says what is wrong, if
-    anything. Built from raw attributes because host time counts: validating anew costs several times the launch.
+    Both None where there is no signature (CPU tensors, what is no tensor or has no memory); then Problem says what is
+    wrong, if anything. Built from raw attributes because host time counts: validating anew costs several times the
+    launch.
     """
     try:
         if not q.is_cuda:
             return None, None
+        addresses = q.data_ptr(), k.data_ptr(), v.data_ptr(), 1 if out is None else out.data_ptr()
+        if not all(addresses):
+            return None, None
         signature = (
-            q.shape, q.stride(), q.dtype, q.device, q.data_ptr() % launch.TMA_ALIGNMENT,
-            k.shape, k.stride(), k.dtype, k.device, k.data_ptr() % launch.TMA_ALIGNMENT,
-            v.shape, v.stride(), v.dtype, v.device, v.data_ptr() % launch.TMA_ALIGNMENT,
+            q.shape, q.stride(), q.dtype, q.device, addresses[0] % launch.TMA_ALIGNMENT,
+            k.shape, k.stride(), k.dtype, k.device, addresses[1] % launch.TMA_ALIGNMENT,
+            v.shape, v.stride(), v.dtype, v.device, addresses[2] % launch.TMA_ALIGNMENT,
             out is not None
-            and (out.shape, out.stride(), out.dtype, out.device, out.data_ptr() % launch.TMA_ALIGNMENT),
+            and (out.shape, out.stride(), out.dtype, out.device, addresses[3] % launch.TMA_ALIGNMENT),
             torch.is_grad_enabled()
             and (q.requires_grad or k.requires_grad or v.requires_grad or (out is not None and out.requires_grad)),
             options,

@@ -144,6 +144,8 @@ class Problem:
             "requires_grad": torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (q, k, v)),
         }  # fmt: skip
         refuse_illegal(facts)
+        if on_cuda:
+            _check_memory(q=q, k=k, v=v, out=out)
         scale = head_dim**-0.5 if softmax_scale is None else _checked_scale(softmax_scale)
         problem = cls(
             q.device, q.dtype, batch, seqlen_q, seqlen_k, heads, heads_k, head_dim, head_dim_v, scale, left, right
@@ -313,6 +315,24 @@ def _check_out(out, problem):
         raise ValueError("out must not require grad where grad mode is on (results are written in place), got True")
     if any(stride == 0 and size > 1 for size, stride in zip(out.shape, out.stride(), strict=True)):
         raise ValueError(f"out must have an address of its own for every element, got strides {out.stride()}")
+
+
+def _check_memory(**tensors):
+    """Raise for the first tensor whose elements have no address: a kernel would take null for one, and the fault that
+    follows ends the whole process's use of the GPU.
+    """
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.numel() and not _address(tensor):
+            raise TypeError(
+                f"{name} must have memory on CUDA (fake and wrapped tensors have none), got {_shown(tensor)}"
+            )
+
+
+def _address(tensor):
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:  # of a function transform
+        return 0
 
 
 def _check_plan(plan, problem):

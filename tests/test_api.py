@@ -250,7 +250,7 @@ def launches(monkeypatch):
     """CUDA tensors can be made, the device says that it is an H200, and nothing is launched."""
     monkeypatch.setattr(problem, "architecture", lambda device: "sm_90")
     monkeypatch.setattr(problem, "multiprocessors", lambda device: 132)
-    monkeypatch.setattr(torch.Tensor, "data_ptr", lambda tensor: 0)  # a fake tensor has no address
+    monkeypatch.setattr(torch.Tensor, "data_ptr", lambda tensor: 4096)  # a fake tensor has no address
     monkeypatch.setattr(api, "launch", Launches())
     monkeypatch.setattr(api, "_recipes", {})
     with FakeTensorMode():
@@ -349,8 +349,24 @@ def test_alignment_is_part_of_the_signature(launches, monkeypatch):
 def test_the_alignment_of_every_tensor_is_part_of_the_signature(place, launches, monkeypatch):
     q, k, v, out = tensors = [*fakes(), fakes()[0]]
     flash_attn_func(q, k, v, out=out)
-    monkeypatch.setattr(torch.Tensor, "data_ptr", lambda tensor: 2 if tensor is tensors[place] else 0)
+    monkeypatch.setattr(torch.Tensor, "data_ptr", lambda tensor: 4098 if tensor is tensors[place] else 4096)
     flash_attn_func(q, k, v, out=out)
+    assert [recipe for recipe, _ in launches.executed] == [1, 2]
+
+
+@pytest.mark.parametrize("place", range(4))
+def test_tensors_without_memory_are_refused(place, launches, monkeypatch):
+    """Also where a call of the same signature is remembered: a kernel would read address 0."""
+    q, k, v, out = tensors = [*fakes(), fakes()[0]]
+    flash_attn_func(q, k, v, out=out)
+    monkeypatch.setattr(torch.Tensor, "data_ptr", lambda tensor: 0 if tensor is tensors[place] else 4096)
+    name = ("q", "k", "v", "out")[place]
+    message = f"{name} must have memory on CUDA (fake and wrapped tensors have none), got FakeTensor"
+    with refused(TypeError, message):
+        flash_attn_func(q, k, v, out=out)
+    empty = [*fakes(batch=0), fakes(batch=0)[0]]
+    monkeypatch.setattr(torch.Tensor, "data_ptr", lambda tensor: 0)
+    flash_attn_func(*empty[:3], out=empty[3])
     assert [recipe for recipe, _ in launches.executed] == [1, 2]
 
 

@@ -33,6 +33,7 @@ def hopper(monkeypatch):
     """CUDA tensors can be made, and the device says that it is an H200."""
     monkeypatch.setattr(problem, "architecture", lambda device: "sm_90")
     monkeypatch.setattr(problem, "multiprocessors", lambda device: SMS)
+    monkeypatch.setattr(torch.Tensor, "data_ptr", lambda tensor: 4096)  # a fake tensor has no address
     with FakeTensorMode():
         yield
 
