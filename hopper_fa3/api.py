@@ -1,6 +1,7 @@
 """The public functions. No logic here: problem.py validates, reference.py and launch.py compute."""
 
 import torch
+from torch.autograd import forward_ad
 
 from . import launch, ops, reference
 from .problem import Problem, check_states, split_packed
@@ -12,12 +13,12 @@ _recipes = {}  # signature of a CUDA call -> launch.Recipe: a call seen before s
 def _recall(q, k, v, out, options):
     """``(signature, recipe)``: all that a CUDA call's recipe depends on, and the recipe of an equal call before it.
 
-    Both None where there is no signature (CPU tensors, what is no tensor or has no memory); then Problem says what is
+    Both None where there is no signature (CPU tensors, forward mode, what has no memory); then Problem says what is
     wrong, if anything. Built from raw attributes because host time counts: validating anew costs several times the
     launch.
     """
     try:
-        if not q.is_cuda:
+        if not q.is_cuda or forward_ad._current_level >= 0:  # tangents are no part of a signature
             return None, None
         addresses = q.data_ptr(), k.data_ptr(), v.data_ptr(), 1 if out is None else out.data_ptr()
         if not all(addresses):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from torch.autograd import forward_ad
 
 from . import plan as planning
 
@@ -64,6 +65,10 @@ ILLEGAL = (
         for name in (
             "qv", "q_descale", "k_descale", "v_descale", "sink", "alibi_slopes", "score", "mask", "block_mask",
         )
+    ),
+    Illegal(
+        "tangent", (False,), ON_CUDA, NOT_BUILT,
+        "q, k and v must have no tangent on CUDA (forward-mode derivatives are not built)",
     ),
     Illegal(
         "out", (None,), (("requires_grad", True),), ValueError,
@@ -142,6 +147,7 @@ class Problem:
             "sink": sink, "alibi_slopes": alibi_slopes, "score": score, "mask": mask, "block_mask": block_mask,
             "out": out,
             "requires_grad": torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (q, k, v)),
+            "tangent": forward_ad._current_level >= 0 and any(map(_has_tangent, (q, k, v))),
         }  # fmt: skip
         refuse_illegal(facts)
         if on_cuda:
@@ -326,6 +332,10 @@ def _check_memory(**tensors):
             raise TypeError(
                 f"{name} must have memory on CUDA (fake and wrapped tensors have none), got {_shown(tensor)}"
             )
+
+
+def _has_tangent(tensor):
+    return forward_ad.unpack_dual(tensor).tangent is not None
 
 
 def _address(tensor):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from refusal import refused
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 
 import hopper_fa3
 from hopper_fa3 import api, flash_attn_func, flash_attn_qkvpacked_func, launch, problem
@@ -368,6 +369,21 @@ def test_tensors_without_memory_are_refused(place, launches, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "data_ptr", lambda tensor: 0)
     flash_attn_func(*empty[:3], out=empty[3])
     assert [recipe for recipe, _ in launches.executed] == [1, 2]
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_a_tangent_is_refused(place, launches):
+    """Also where the same call without one is remembered: the result would have none, as if its derivative were 0."""
+    tensors = fakes()
+    flash_attn_func(*tensors)
+    with forward_ad.dual_level():
+        flash_attn_func(*tensors)
+        dual = [forward_ad.make_dual(x, torch.zeros_like(x)) if i == place else x for i, x in enumerate(tensors)]
+        message = "q, k and v must have no tangent on CUDA (forward-mode derivatives are not built), got True"
+        with refused(NotImplementedError, message):
+            flash_attn_func(*dual)
+    flash_attn_func(*tensors)
+    assert [recipe for recipe, _ in launches.executed] == [1, 2, 1]
 
 
 def test_options_that_are_no_plain_values_are_left_to_problem(launches):

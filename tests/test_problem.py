@@ -44,7 +44,7 @@ LEGAL = {
     "seqlen_k": 7, "tiles": 8, "sm_margin": 0, "remaining_sms": None, "left": None, "num_splits": 1, "pack_gqa": None,
     "attention_chunk": 0, "softcap": 0.0, "qv": None, "q_descale": None, "k_descale": None, "v_descale": None,
     "sink": None, "alibi_slopes": None, "score": None, "mask": None, "block_mask": None, "out": None,
-    "requires_grad": False,
+    "requires_grad": False, "tangent": False,
 }  # fmt: skip
 CUDA = {"device": "cuda", "architecture": "sm_90", "remaining_sms": SMS}
 GRAD = {"requires_grad": True}
@@ -80,6 +80,8 @@ ROWS = (
     ("softcap", {"softcap": 15.0}, NotImplementedError, "softcap must be 0.0 (not built yet), got 15.0"),
     *((name, {name: torch.ones(2)}, NotImplementedError, f"{name} must be None (not built yet), got Tensor")
       for name in ("qv", "q_descale", "k_descale", "v_descale", "sink", "alibi_slopes", "score", "mask", "block_mask")),
+    ("tangent", CUDA | {"tangent": True}, NotImplementedError,
+     "q, k and v must have no tangent on CUDA (forward-mode derivatives are not built), got True"),
     ("out", GRAD | {"out": torch.ones(2)}, ValueError,
      "out must be None where q, k or v requires grad (results are written in place), got Tensor"),
 )  # fmt: skip
@@ -109,7 +111,7 @@ def test_a_row_refuses_and_is_the_only_one_to(index):
         CUDA | {"seqlen_q": 2**30 - 1, "seqlen_k": 2**30 - 1}, CUDA | {"seqlen_q": 0, "seqlen_k": 0, "tiles": 0},
         CUDA | {"tiles": 2**31 - 2**12 - 1}, {"tiles": 2**31}, {"sm_margin": 8}, {"sm_margin": 1000},
         CUDA | {"sm_margin": SMS - 1, "remaining_sms": 1}, {"num_splits": 0}, {"pack_gqa": False}, GRAD,
-        {"out": torch.ones(2)}, CUDA | {"out": torch.ones(2)},
+        {"out": torch.ones(2)}, CUDA | {"out": torch.ones(2)}, {"tangent": True},
     ],
     ids=str,
 )  # fmt: skip
@@ -177,7 +179,7 @@ def test_a_call_with_an_illegal_option(options, error, message):
 
 
 def test_every_option_that_is_not_built_is_refused_by_a_call():
-    unbuilt = {row.fact for row in ILLEGAL if row.error is NotImplementedError} - {"left"}
+    unbuilt = {row.fact for row in ILLEGAL if row.error is NotImplementedError} - {"left", "tangent"}  # no options
     assert unbuilt <= {next(iter(options)) for options, error, _ in CALLS if error is NotImplementedError}
 
 
