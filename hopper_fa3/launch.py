@@ -60,12 +60,14 @@ def prepare(problem, q, k, v, *, out=None, plan=None, sm_margin=0, deterministic
         ctas = min(planning.tiles(problem, plan), multiprocessors(problem.device) - sm_margin)
         right = 0 if problem.right is None else problem.right
         scalars = (scale_log2(problem.softmax_scale), right, planning.heads_per_section(problem), ctas)
+    # Not q.new_empty: where q is of a subclass, results of all later calls would be
+    one_of_out, one_of_lse = (torch.empty(1, dtype=dtype, device=q.device) for dtype in (q.dtype, torch.float32))
     return Recipe(
         function,
         dynamic,
         scalars,
-        q.new_empty(1).expand(problem.batch, problem.seqlen_q, problem.heads, problem.head_dim_v),
-        q.new_empty(1, dtype=torch.float32).expand(problem.batch, problem.heads, problem.seqlen_q),
+        one_of_out.expand(problem.batch, problem.seqlen_q, problem.heads, problem.head_dim_v),
+        one_of_lse.expand(problem.batch, problem.heads, problem.seqlen_q),
         unread_lse(problem),
         all(tma_reads(tensor) for tensor in (q, k, v, out) if tensor is not None),
         GradientRecipe(problem, deterministic, sm_margin, {}) if recorded else None,

@@ -257,6 +257,15 @@ def test_a_recipe_made_in_inference_mode_serves_everywhere(want_lse, numbers, ke
     assert not out.is_inference() and not (want_lse and lse.is_inference())
 
 
+def test_a_recipe_made_for_a_subclass_serves_plain_tensors(kernel):
+    class Subclass(torch.Tensor):
+        pass
+
+    q, k, v = tensors()
+    recipe = prepared(*(x.as_subclass(Subclass) for x in (q, k, v)))
+    assert [type(x) for x in launch.execute(recipe, q, k, v)] == [torch.Tensor] * 2
+
+
 def test_one_counter_a_stream_and_a_new_one_in_a_capture(monkeypatch):
     stream, capturing = [11], [False]
     monkeypatch.setattr(launch, "_counters", {})
