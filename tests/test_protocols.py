@@ -163,6 +163,16 @@ def test_gradients_whatever_the_order(kind, seed):
     KINDS[kind](problem(seed), seed)
 
 
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k", "right"), [(257, 200, 0), (200, 257, 64)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_where_a_diagonal_crosses_tiles(kind, seqlen_q, seqlen_k, right):
+    """More than a head's first step needs a mask, also where a step has as many queries as a tile has keys. No seed
+    above has that.
+    """
+    shape = Shape(1, seqlen_q, seqlen_k, heads_k=1, group=1, right=right, ctas=1, section=1)
+    KINDS[kind](Problem(shape, 0), 0)
+
+
 def reports(kind, edits):
     """What the simulation says of changed kernels; None where many runs show nothing."""
     for seed in range(40):
