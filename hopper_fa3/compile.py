@@ -30,9 +30,9 @@ def compiled(static, plan, options=()):
     """The launchable kernel for ``(static, plan)``: traced at the first request, found in memory afterwards.
 
     ``static`` and ``plan``: a Static with a Plan, or a BackwardStatic with a BackwardPlan. The callable takes ``(q, k,
-    v, out, lse, counter, scale_log2, right, section, ctas)`` positionally, or what BackwardKernel says, torch tensors
-    as they are, and launches on torch's current stream of the tensors' device. ``options`` are further options of the
-    DSL's compiler.
+    v, out, lse, counter, scale_log2, right, section, ctas, fills_idle_sms)`` positionally, or what BackwardKernel says,
+    torch tensors as they are, and launches on torch's current stream of the tensors' device. ``options`` are further
+    options of the DSL's compiler.
     """
     key = (static, plan, options)
     function = _compiled.get(key)
@@ -98,7 +98,7 @@ def _arguments(static, config):
     v = _tensor(dtype, batch, seqlen_k, heads_k, head_dim_v)
     out = _tensor(dtype, batch, seqlen_q, heads, head_dim_v)
     lse = _tensor(cutlass.Float32, batch, heads, seqlen_q, divisibility=1, align=4)
-    scalars = (cutlass.Float32(1.0), cutlass.Int32(0), cutlass.Int32(1), cutlass.Int32(1))
+    scalars = (cutlass.Float32(1.0), *(cutlass.Int32(1) for _ in range(4)))
     return q, k, v, out, lse, _counter() if config.dynamic else None, *scalars, _stream()
 
 
@@ -125,7 +125,7 @@ def _backward_arguments(static, config):
         widths = (config.tile_n * dim for dim in (config.head_dim, config.head_dim_v))
         parts = (_tensor(wide, *places, width) for width in widths)
     turns = _tensor(cutlass.Int32, batch, heads, blocks, pieces, divisibility=1, align=4) if config.turns else None
-    scalars = (wide(1.0), wide(1.0), *(cutlass.Int32(1) for _ in range(8)))
+    scalars = (wide(1.0), wide(1.0), *(cutlass.Int32(1) for _ in range(9)))
     return q, k, v, out, lse, do, dlse, dq, dk, dv, rows, sums, turns, *parts, _counter(), *scalars, _stream()
 
 

@@ -31,8 +31,8 @@ def execute(recipe, q, k, v, out, lse, dout, dlse):
     if launch is None:
         launch = recipe.launches[dlse is not None] = prepare(recipe, dlse is not None)
     dout = torch.zeros_like(out) if dout is None else dout
-    if dlse is not None and dlse.stride(-1) != 1:
-        dlse = dlse.contiguous()
+    # A hook on saved tensors may have changed the LSE's strides
+    lse, dlse = (x if x is None or x.stride(-1) == 1 else x.contiguous() for x in (lse, dlse))
     workspace = (
         None if each is None else torch.empty(each[0], dtype=each[1], device=q.device) for each in launch.workspace
     )
@@ -70,6 +70,7 @@ def prepare(recipe, lse_gradient):
         min(tail.indices(tiles), sms),
         planning.heads_per_section(problem),
         min(query_tiles, sms),
+        int(recipe.sm_margin == 0),
     )
     return Launch(function, workspace(problem, config, parts, tail.slots(tiles)), scalars)
 

@@ -116,6 +116,8 @@ def tile_class(head_dim):
 
 # Splitting a K/V head's query heads must save this share of the time at least; what it costs was not measured yet
 SPLIT_GAIN = 0.9
+# Of nearly equal choices the fewest parts: each is a copy of dK and dV in float32, gigabytes where heads are many
+SPLIT_SLACK = 1.05
 # Cutting a launch's last tiles must save this share of the time at least
 TAIL_GAIN = 0.99
 # In steps: what a part costs besides its own (K, V and the first Q arrive, the last products drain, dK and dV leave in
@@ -179,8 +181,9 @@ def head_parts(problem, config, sms):
     def steps(parts):
         return -(-tiles * parts // sms) * -(-problem.group // parts)
 
-    possible = {-(-problem.group // -(-problem.group // parts)) for parts in range(1, problem.group + 1)}
-    best = min(sorted(possible), key=steps)
+    possible = sorted({-(-problem.group // -(-problem.group // parts)) for parts in range(1, problem.group + 1)})
+    enough = SPLIT_SLACK * min(map(steps, possible))
+    best = next(parts for parts in possible if steps(parts) <= enough)
     return best if steps(best) < SPLIT_GAIN * steps(1) else 1
 
 

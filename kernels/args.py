@@ -29,6 +29,7 @@ class RunTime(NamedTuple):
     scale_log2: Float32  # softmax scale times log2(e), so that exp2 does the softmax; never 0
     right: Int32  # right bound of the band; not read where the configuration has none
     section: Int32  # heads (over the batch) that are scheduled together: schedule.py
+    fills_idle_sms: Int32  # may_begin_early
 
 
 class BackwardRunTime(NamedTuple):
@@ -42,6 +43,7 @@ class BackwardRunTime(NamedTuple):
     # Where the tail is split: backward_work.py
     whole_tiles: Int32  # the first tiles, which are not cut
     parts: Int32  # of each other tile
+    fills_idle_sms: Int32  # may_begin_early
 
     @cute.jit
     def heads_of(self, part: Int32, heads: Int32, heads_k: Int32):
@@ -52,3 +54,12 @@ class BackwardRunTime(NamedTuple):
         first = (part - head_k * parts) * span
         last = cutlass.min(first + span, group)
         return head_k, head_k * group + first, head_k * group + last
+
+
+@cute.jit
+def may_begin_early(run):
+    """Programmatic dependent launch: from here on the next launch's CTAs may set themselves up on SMs that this one
+    leaves idle, and wait there for its end. Not where they are left idle for others: ``run.fills_idle_sms`` is 0 then.
+    """
+    if run.fills_idle_sms != 0:
+        cute.arch.griddepcontrol_launch_dependents()

@@ -12,7 +12,7 @@ from cutlass import Float32, Int32, const_expr, pipeline
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
-from .args import BackwardRunTime, RunTime, TiledTensor
+from .args import BackwardRunTime, RunTime, TiledTensor, may_begin_early
 from .backward_edges import THREADS, Epilogue, Prologue, tile_of
 from .backward_load import BackwardProducer
 from .backward_roles import GradientRole, ProbabilityRole
@@ -79,6 +79,7 @@ class BackwardKernel:
         ctas: Int32,
         query_section: Int32,
         query_ctas: Int32,
+        fills_idle_sms: Int32,
         stream: cuda.CUstream,
     ):
         """q, k, v, out, do, dq, dk, dv: (batch, length, heads, head_dim) in 16 bit, last stride 1. lse, dlse: (batch,
@@ -86,7 +87,7 @@ class BackwardKernel:
         None: sums (batch, heads, blocks, tile_m head_dim). dk_parts and dv_parts: where heads are split (batch,
         heads_k, parts, K/V tiles, tile_n head_dim), where the tail is split (PartWork.slot, tile_n head_dim), else
         None. In int32: turns (batch, heads, blocks, warpgroups), None where no order of sums is asked for.
-        query_section and query_ctas are those of query_kernel.py.
+        query_section and query_ctas are those of query_kernel.py. The short kernels before and behind use all SMs.
         """
         config, dtype = self.config, self.dtype
         edge_ctas = rows.shape[0] * rows.shape[1] * rows.shape[2]
@@ -108,7 +109,7 @@ class BackwardKernel:
             TiledTensor(*cpasync.make_tiled_tma_atom(load_op, source, cute.slice_(layout, (None, None, 0)), box))
             for source, layout, box in zip(sources, layouts, boxes, strict=True)
         )
-        run = BackwardRunTime(scale_log2, scale, right, section, head_parts, whole_tiles, tile_parts)
+        run = BackwardRunTime(scale_log2, scale, right, section, head_parts, whole_tiles, tile_parts, fills_idle_sms)
         # Launch: persistent, one CTA an SM; without min_blocks_per_mp setmaxnreg would vanish
         results = (heads_last(dk), heads_last(dv))
         direct = (None, None) if const_expr(config.split_heads) else results
@@ -122,7 +123,7 @@ class BackwardKernel:
             grid = (2 * self.tiles_in_parts(dk_parts, results[0], run), 1, 1)
             self.add(parts, run).launch(grid=grid, **behind)
         if const_expr(not config.sums):
-            query_run = RunTime(scale_log2, right, query_section)
+            query_run = RunTime(scale_log2, right, query_section, fills_idle_sms)
             matrices = tuple(map(heads_last, (q, do, k, v)))
             self.queries.launch(matrices, rows, heads_last(dq), counter, scale, query_run, query_ctas, stream)
         else:
@@ -211,7 +212,7 @@ class BackwardKernel:
         pipeline.pipeline_init_arrive(is_relaxed=True)
         pipeline.pipeline_init_wait()
         # Every thread waits for the launch before, so a launch's end implies the end of all before it
-        cute.arch.griddepcontrol_launch_dependents()
+        may_begin_early(run)
         cute.arch.griddepcontrol_wait()
         # Roles
         producer_registers, consumer_registers = config.registers

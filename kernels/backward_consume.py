@@ -155,7 +155,7 @@ class BackwardConsumer:
             # A loop, of one round at most, rather than a branch
             for block in cutlass.range(second, cutlass.min(begin, end), unroll=1):
                 state = self.step(products, memory, state, tile, block, warpgroup, run, masked=True, follows=False)
-        for block in cutlass.range(begin, unmasked, unroll=1):
+        for block in cutlass.range(begin, cutlass.min(unmasked, end), unroll=1):
             follows = True if self.own_second_step else block > second
             state = self.step(products, memory, state, tile, block, warpgroup, run, masked=True, follows=follows)
         for block in cutlass.range(cutlass.max(begin, unmasked), end, unroll=1):

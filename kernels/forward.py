@@ -11,7 +11,7 @@ from cutlass import Float32, Int32, pipeline
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
-from .args import RunTime, TiledTensor
+from .args import RunTime, TiledTensor, may_begin_early
 from .barriers import Turns
 from .blocks import Band
 from .config import SHARED_ALIGNMENT, WARPS_PER_WARPGROUP, WGMMA_M, ForwardConfig
@@ -59,6 +59,7 @@ class ForwardKernel:
         right: Int32,
         section: Int32,
         ctas: Int32,
+        fills_idle_sms: Int32,
         stream: cuda.CUstream,
     ):
         """q, k, v, out: (batch, length, heads, head_dim) in 16 bit, last stride 1; lse: (batch, heads, seqlen_q)
@@ -83,7 +84,7 @@ class ForwardKernel:
         # SMs fall idle at the end of the launch before, and wait at the kernel's griddepcontrol.
         tensors = (tiled_q, tiled_k, tiled_v)
         target = self.output.target(heads_last(out), o_layout)
-        self.kernel(tensors, target, lse, counter, RunTime(scale_log2, right, section)).launch(
+        self.kernel(tensors, target, lse, counter, RunTime(scale_log2, right, section, fills_idle_sms)).launch(
             grid=(ctas, 1, 1), block=(config.threads, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True
         )
 
@@ -106,9 +107,9 @@ class ForwardKernel:
         pipes, queue = self.pipelines(storage), make_tile_queue(storage, counter, config.dynamic, readers)
         pipeline.pipeline_init_arrive(is_relaxed=True)
         pipeline.pipeline_init_wait()
-        # Programmatic dependent launch: from here on the next launch may set itself up; this one goes on when the one
-        # before it is complete. Every thread waits, so a launch's end implies the end of all before it.
-        cute.arch.griddepcontrol_launch_dependents()
+        # This launch goes on when the one before it is complete. Every thread waits, so a launch's end implies the end
+        # of all before it.
+        may_begin_early(run)
         cute.arch.griddepcontrol_wait()
         # Roles
         producer_registers, consumer_registers = config.registers

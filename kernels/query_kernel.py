@@ -15,7 +15,7 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
-from .args import RunTime, TiledTensor
+from .args import RunTime, TiledTensor, may_begin_early
 from .blocks import Band
 from .config import SHARED_ALIGNMENT, WARPS_PER_WARPGROUP, WGMMA_M
 from .load import tma_pipe
@@ -107,7 +107,7 @@ class QueryKernel:
         pipeline.pipeline_init_arrive(is_relaxed=True)
         pipeline.pipeline_init_wait()
         # Every thread waits for the launch before, so a launch's end implies the end of all before it
-        cute.arch.griddepcontrol_launch_dependents()
+        may_begin_early(run)
         cute.arch.griddepcontrol_wait()
         # Roles
         producer_registers, consumer_registers = config.registers

@@ -113,7 +113,7 @@ def run_queries(problem, seed, edits=(), head_dim=256):
     class_of_consumer.make_products = launch.replacements.make_query_products
     producer = kernels["query_load"].QueryProducer(config, band, schedule)
     consumer = class_of_consumer(config, None, band, schedule, WARPGROUP_ROWS)
-    run = kernels["args"].RunTime(SCALE_LOG2, shape.right or 0, shape.section)
+    run = kernels["args"].RunTime(SCALE_LOG2, shape.right or 0, shape.section, 1)
     tensors = [Tensor(x) for x in (problem.q, problem.do, problem.k, problem.v)]
     rows, dq = Memory(problem.statistics(WARPGROUP_ROWS).swapaxes(1, 2)), Memory(np.full_like(problem.q, np.nan))
     stages = ((2, HEAD_DIM), (2, HEAD_DIM_V), (config.stages, HEAD_DIM), (config.value_stages, HEAD_DIM_V))
@@ -149,7 +149,7 @@ class KeysLaunch(Launch):
         self.steps, self.tiles = (-(-length // tile) for length, tile in self.lengths_and_tiles())
         scalars = SCALE_LOG2, SCALE, shape.right or 0, shape.section * shape.split, shape.heads_k * shape.split
         self.all_tiles = self.tiles * shape.heads_k * shape.split * shape.batch
-        self.run_time = kernels["args"].BackwardRunTime(*scalars, *self.tail())
+        self.run_time = kernels["args"].BackwardRunTime(*scalars, *self.tail(), 1)
         rows = problem.statistics(tile_m)
         self.tensors = [Tensor(x) for x in (problem.k, problem.v, problem.q, problem.do, rows)]
         self.lengths = shape.seqlen_q, shape.seqlen_k, shape.heads, shape.heads_k, shape.batch

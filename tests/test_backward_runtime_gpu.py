@@ -7,7 +7,7 @@ import pytest
 import torch
 from cases import SMALL, Case
 from check_gradients import arriving, check, compare, leaves_of, run, tensors_of
-from test_forward_runtime_gpu import busy
+from test_forward_runtime_gpu import busy, share_until_done
 
 from hopper_fa3 import flash_attn_func
 
@@ -204,3 +204,13 @@ def test_memory_is_linear_in_length(causal, deterministic, device):
     assert peak < lengths[-1] ** 2, "bytes: less than one byte for each score of one head"
     query = inputs * 4 // 6  # heads: four of q, one each of k and v
     assert peak <= inputs + 2 * query + 4 * query + inputs
+
+
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_others_run_on_the_sms_that_a_backward_leaves_free(head_dim, device):
+    """No CTA of the kernels behind the main one may wait there for its end: nearly all of the time would pass so."""
+    q, k, v = Case(2, 8192, 8192, 8, 8, head_dim, head_dim).inputs(device)
+    leaves = leaves_of(q, k, v)
+    out = flash_attn_func(*leaves, sm_margin=8)
+    dout = torch.ones_like(out)
+    assert share_until_done(lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True), device) < 0.5

@@ -144,7 +144,7 @@ def test_every_query_head_belongs_to_one_part(group):
     ]
 
     def of_part(part, heads, heads_k, head_parts):
-        run = BackwardRunTime(*[None] * 4, head_parts, None, None)
+        run = BackwardRunTime(*[None] * 4, head_parts, *[None] * 3)
         return run.heads_of(part, heads, heads_k)
 
     shares = {}

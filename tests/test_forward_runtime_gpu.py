@@ -181,3 +181,31 @@ def test_the_result_is_the_same_where_the_lse_is_not_asked_for(seqlen, device):
     for _ in range(3):
         assert torch.equal(flash_attn_func(q, k, v, causal=True), out)
     assert torch.equal(lse, kept)
+
+
+def share_until_done(work, device):
+    """Part of the time of ``work()`` after which a small launch on another stream, made right behind it, is done."""
+    q, k, v = Case(1, 64, 64, 1, 1, 128, 128).inputs(device)
+    side = torch.cuda.Stream(device)
+    begin, end, done = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+    for _ in range(2):  # the first compiles
+        torch.cuda.synchronize()
+        begin.record()
+        work()
+        end.record()
+        with torch.cuda.stream(side):
+            flash_attn_func(q, k, v)
+            done.record()
+        torch.cuda.synchronize()
+    return begin.elapsed_time(done) / begin.elapsed_time(end)
+
+
+def test_others_run_on_the_sms_that_two_launches_leave_free(device):
+    """The second launch's CTAs may not wait on them for the end of the first: half of the time would pass so."""
+    q, k, v = Case(4, 8192, 8192, 16, 16, 128, 128).inputs(device)
+
+    def work():
+        for _ in range(2):
+            flash_attn_func(q, k, v, sm_margin=8)
+
+    assert share_until_done(work, device) < 0.3

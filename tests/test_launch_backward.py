@@ -14,9 +14,9 @@ from hopper_fa3.problem import BackwardStatic, Problem
 NAMES = (
     "q", "k", "v", "out", "lse", "do", "dlse", "dq", "dk", "dv", "rows", "sums", "turns", "dk_parts", "dv_parts",
     "counter", "scale_log2", "scale", "right", "section", "head_parts", "whole_tiles", "tile_parts", "ctas",
-    "query_section", "query_ctas",
+    "query_section", "query_ctas", "fills_idle_sms",
 )  # fmt: skip
-FORWARD = ("q", "k", "v", "out", "lse", "counter", "scale_log2", "right", "section", "ctas")
+FORWARD = ("q", "k", "v", "out", "lse", "counter", "scale_log2", "right", "section", "ctas", "fills_idle_sms")
 
 
 class Kernels:
@@ -157,6 +157,9 @@ def test_gradients_that_arrive_in_any_layout(kernels):
         execute(q, k, v, dout=dout, dlse=dlse)
         got = kernels.calls[-1]
         assert torch.equal(got.do, dout) and torch.equal(got.dlse, dlse)
+    recipe = launch.GradientRecipe(Problem.from_tensors(q, k, v), False, 0, {})
+    launch_backward.execute(recipe, q, k, v, out, transposed, None, None)  # the LSE, as a hook may have stored it
+    assert torch.equal(kernels.calls[-1].lse, transposed)
     padded = torch.ones(2, 4, 320)[..., :300]  # rows further apart need no copy
     execute(q, k, v, dlse=padded)
     assert kernels.calls[-1].dlse is padded
@@ -196,6 +199,8 @@ def test_persistent_ctas_leave_the_margin(sm_margin, causal, kernels):
     execute(*inputs(seqlen_q=20_000, seqlen_k=128 * 100), sm_margin=sm_margin, causal=causal)
     (got,) = kernels.calls
     assert got.ctas == 132 - sm_margin and got.counter == "counter"
+    # Else the next kernels' CTAs would wait on the SMs that are left free
+    assert got.fills_idle_sms == (sm_margin == 0)
 
 
 def test_query_heads_are_split_where_tiles_are_few(kernels):

@@ -245,8 +245,9 @@ def test_parts_of_query_heads_save_time_or_are_one(seqlen_k, group, sms):
     assert 1 <= parts <= group and (parts - 1) * share < group
     whole, chosen = waves(asked, 1, sms), waves(asked, parts, sms)
     best = min(waves(asked, count, sms) for count in range(1, group + 1))
-    assert chosen == best if parts > 1 else best >= plan.SPLIT_GAIN * whole
+    assert chosen <= plan.SPLIT_SLACK * best if parts > 1 else best >= plan.SPLIT_GAIN * whole / plan.SPLIT_SLACK
     assert parts == 1 or chosen < plan.SPLIT_GAIN * whole
+    assert all(waves(asked, fewer, sms) > plan.SPLIT_SLACK * best for fewer in range(1, parts))
 
 
 @pytest.mark.parametrize(
@@ -257,6 +258,9 @@ def test_parts_of_query_heads_save_time_or_are_one(seqlen_k, group, sms):
         (4096, 8, 2, 2),  # 64 tiles leave half of them idle
         (1024, 32, 4, 4),  # 32 tiles of 8 heads: 128 CTAs of 2
         (128, 40, 1, 40),
+        # 128 parts would need 677 steps, but 11 GiB for dK and dV; two need 704, where one needs 768
+        (89_344, 128, 1, 1),
+        (20_000, 32, 1, 4),
     ],
 )
 def test_parts_on_an_h200(seqlen_k, heads, heads_k, parts):
