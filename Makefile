@@ -25,7 +25,8 @@ help:
 	@echo "make test-gpu  the tests that need a Hopper GPU; fails where there is none"
 	@echo "               JOBS=8: dealt out to so many processes, because compiling takes most of the time"
 	@echo "make lint      ruff: rules and formatting"
-	@echo "make sass      registers, spills and main-loop instructions of every kernel; needs no GPU"
+	@echo "make sass      registers, spills and main-loop instructions of the forward kernels and the gradients' main ones;"
+	@echo "               needs no GPU"
 	@echo "               CASE=d128-causal: of this one; DIFF=rev: what changed in them since that commit"
 	@echo
 	@echo "On a Hopper GPU; results go to profiling/results; ARGS=--help lists the options of each:"

@@ -23,6 +23,14 @@ def advise(arguments):
     return run(arguments)
 
 
+def positive(word):
+    """An integer of at least 1."""
+    number = int(word)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
+    return number
+
+
 class Parser(argparse.ArgumentParser):
     """Wrong words are answered in one line."""
 
@@ -36,7 +44,7 @@ def parser():
     command = commands.add_parser("info", help="what was found on this machine and what will run on it")
     command.set_defaults(run=info)
     command = commands.add_parser("demo", help="attention over a real text, with its error, memory and speed")
-    command.add_argument("--tokens", type=int, default=4096, help="length of the text in bytes (default: %(default)s)")
+    command.add_argument("--tokens", type=positive, default=4096, help="bytes of text (default: %(default)s)")
     command.set_defaults(run=demo)
     command = commands.add_parser("advise", help="what standard attention costs at a shape, and whether to switch")
     command.add_argument("--seqlen", type=int, required=True, metavar="N", help="length of queries and keys")

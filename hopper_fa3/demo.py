@@ -2,6 +2,7 @@
 
 import ctypes
 import importlib.util
+import sys
 import threading
 import time
 from pathlib import Path
@@ -229,5 +230,5 @@ def run(tokens=4096):
     else:
         say(f"      no Hopper GPU here ({missing}): the same call runs on the CPU")
         on_cpu(q, k, v)
-    say(f"Done in {time.perf_counter() - start:.0f} s. Next: README.md, or `python -m hopper_fa3 info`.")
+    say(f"Done in {time.perf_counter() - start:.0f} s. Next: README.md, or `{sys.executable} -m hopper_fa3 info`.")
     return 0

@@ -124,14 +124,15 @@ class Problem:
     ):  # fmt: skip
         """The problem that these arguments of flash_attn_func pose (shapes and meanings: see there).
 
-        A bound that hides no key is stored as None, so that equal masks give equal problems. ``deterministic`` changes
-        nothing (the forward always is); ``plan`` and ``sm_margin`` say how to compute, so they are checked but not
-        stored.
+        A bound that hides no key is stored as None, so that equal masks give equal problems. ``deterministic``,
+        ``plan`` and ``sm_margin`` say how to compute, so they are checked but not stored.
 
         Raises TypeError for dtypes and for what is no tensor or plan, ValueError for shapes and values,
         NotImplementedError for features that are not built yet, RuntimeError for the device.
         """
         _check_shapes(q, k, v)
+        if not isinstance(deterministic, int):
+            raise TypeError(f"deterministic must be True or False, got {_shown(deterministic)}")
         batch, seqlen_q, heads, head_dim = q.shape
         _, seqlen_k, heads_k, head_dim_v = v.shape
         left, right = bounds(window_size, causal, seqlen_q, seqlen_k)
@@ -197,7 +198,7 @@ def refuse_illegal(facts):
 
 
 def bounds(window_size, causal, seqlen_q, seqlen_k):
-    """``(left, right)`` of the visibility rule in API.md, None for a side that hides no key of these lengths."""
+    """``(left, right)`` of the visibility rule, None for a side that hides no key of these lengths."""
     if not isinstance(causal, int):  # a tensor could change its value under the memo of api.py
         raise TypeError(f"causal must be True or False, got {_shown(causal)}")
     if not isinstance(window_size, (tuple, list)):
@@ -247,9 +248,8 @@ def split_packed(qkv, num_heads_q=None):
         )
     heads = qkv.shape[2]
     if not (_is_integer(num_heads_q) and 0 < num_heads_q < heads and (heads - num_heads_q) % 2 == 0):
-        raise ValueError(
-            f"num_heads_q must leave an even number of the {heads} heads to k and v, got {_shown(num_heads_q)}"
-        )
+        rule = f"num_heads_q must leave an even number of the {heads} heads of a 4-D qkv to k and v"
+        raise ValueError(f"{rule}, got {_shown(num_heads_q)}")
     heads_k = (heads - num_heads_q) // 2
     return qkv.split((num_heads_q, heads_k, heads_k), 2)
 

@@ -2,7 +2,7 @@
 
 Both blockwise orders are exact, use memory of O(length) beyond inputs and results, and can count the elements that they
 move. The FA-2 order is the path of CPU tensors, with its gradients in reference_backward.py. Device-independent; the
-rules of DESIGN.md for NaN, inf and blind rows hold everywhere: a query that sees no key yields 0 and LSE -inf; one that
+same rules for NaN, inf and blind rows hold everywhere: a query that sees no key yields 0 and LSE -inf; one that
 sees only scores of -inf yields NaN and -inf; a score of NaN or +inf makes out and LSE of its query NaN; a key of weight
 0 takes nothing from V, not even a NaN.
 """

@@ -3,7 +3,7 @@
 import statistics
 from typing import NamedTuple
 
-SOURCE = "TARGETS.md"  # its section "What ours must reach", as data
+SOURCE = "goals"
 LEAST = 1.0  # ours / fa4 in every cell, also of the deterministic gradients
 KEPT = 0.9  # deterministic: of the speed of ours that is not
 # (head_dim, causal) -> length -> ours / fa4
@@ -29,7 +29,7 @@ class Goal(NamedTuple):
 
 
 def goal(cell):
-    """The Goal of a cell (tables.Cell), or None where TARGETS.md names none."""
+    """The Goal of a cell (tables.Cell), or None where there is none."""
     if cell.dtype != "bfloat16":
         return None
     if cell.kind == "deterministic":

@@ -1,5 +1,4 @@
-"""`make training`: a small language model trained with our attention and with PyTorch's, from one seed: do the losses
-agree?
+"""A small language model trained with our attention and with PyTorch's, from one seed: do the losses agree?
 
 Rounding differs between kernels, and training lets differences grow: two of PyTorch's own backends do not give one
 curve either. So the distance between theirs is what ours is measured against.
@@ -23,6 +22,7 @@ TEXTS = ("README.md", "AGENTS.md", "profiling/NOTES.md", "LICENSE")
 BYTES = 256  # the vocabulary
 TORCH = ("flash", "efficient", "math")  # of peers.PEERS: PyTorch's backends
 ALLOWED = 2  # our distance in units of the largest between two of PyTorch's: the factor of the tests' error bounds
+NOTHING = 1e-4  # nats a byte: curves this near are one, however near two of PyTorch's happen to be
 SMOOTHED = 20  # steps of the moving mean
 
 
@@ -159,7 +159,7 @@ def distances(curves):
 def agree(curves):
     """True where ours is as near to PyTorch's curves as the bound asks; False where any loss is NaN."""
     ours, torchs = distances(curves)
-    return ours <= ALLOWED * torchs
+    return ours <= max(ALLOWED * torchs, NOTHING)
 
 
 def ends(curve):
@@ -181,7 +181,8 @@ def markdown(curves):
             *tables.grid(("attention", f"first {SMOOTHED} steps", f"last {SMOOTHED} steps"), lines),
             "",
             f"Curves {verdict}: ours is {ours:.2e} from the nearest of PyTorch's, of which two are up to {torchs:.2e} "
-            f"apart (mean over steps; losses smoothed over {SMOOTHED}; at most {ALLOWED} times as far is asked for).",
+            f"apart (mean over steps; losses smoothed over {SMOOTHED}; asked for: at most {ALLOWED} times that, or "
+            f"{NOTHING:.0e}).",
             "",
         ]
     )
@@ -225,7 +226,7 @@ def measure(setup, text, device, dtype, names=TORCH, progress=None):
 
 def parser():
     root = argparse.ArgumentParser(prog="make training ARGS=...", description=__doc__.splitlines()[0])
-    root.add_argument("--steps", type=int, default=Setup().steps)
+    root.add_argument("--steps", type=int, default=Setup().steps, help=f"at least {SMOOTHED}")
     tables.output_options(root)
     return root
 
@@ -234,6 +235,9 @@ def main(words=None):
     options = parser().parse_args(words)
     if options.source:
         return tables.redraw("training", options, markdown, picture, Curve)
+    if options.steps < SMOOTHED:
+        say(f"training needs --steps of at least {SMOOTHED}, over which losses are smoothed")
+        return 2
     folder = options.out or environment.RESULTS
     obstacle = environment.obstacle("training", folder)
     if obstacle:

@@ -6,7 +6,7 @@ import torch
 
 
 def bounds(causal=False, window_size=(-1, -1)):
-    """(left, right) of API.md's visibility rule, None where the side is open; causal means right = 0."""
+    """(left, right) of the visibility rule, None where the side is open; causal means right = 0."""
     left, right = (None if side in (None, -1) else side for side in window_size)
     return left, 0 if causal else right
 

@@ -16,7 +16,7 @@ from hopper_fa3 import api, flash_attn_func, flash_attn_qkvpacked_func, launch, 
 from hopper_fa3.plan import Plan
 from hopper_fa3.reference import standard
 
-# As API.md has them. Keyword-only arguments are ours; all before them is FlashAttention-3's interface.
+# The public interface. Keyword-only arguments are ours; all before them is FlashAttention-3's interface.
 SIGNATURES = {
     "flash_attn_func": "q, k, v, softmax_scale=None, causal=False, qv=None, q_descale=None, k_descale=None, "
     "v_descale=None, window_size=(-1, -1), attention_chunk=0, softcap=0.0, num_splits=1, pack_gqa=None, "
@@ -187,11 +187,11 @@ PACKED = "qkv must have shape (batch, seqlen, 3, heads, head_dim) or (batch, seq
         ((2, 3, 4), None, f"{PACKED}, got (2, 3, 4)"),
         ((2, 5, 2, 4, 8), None, f"{PACKED}, got (2, 5, 2, 4, 8)"),
         ((2, 5, 3, 4, 8), 8, "num_heads_q must be the 4 heads of a 5-D qkv or None, got 8"),
-        ((2, 5, 6, 8), None, "num_heads_q must leave an even number of the 6 heads to k and v, got None"),
-        ((2, 5, 6, 8), 3, "num_heads_q must leave an even number of the 6 heads to k and v, got 3"),
-        ((2, 5, 6, 8), 6, "num_heads_q must leave an even number of the 6 heads to k and v, got 6"),
-        ((2, 5, 6, 8), 0, "num_heads_q must leave an even number of the 6 heads to k and v, got 0"),
-        ((2, 5, 6, 8), 2.0, "num_heads_q must leave an even number of the 6 heads to k and v, got 2.0"),
+        ((2, 5, 6, 8), None, "num_heads_q must leave an even number of the 6 heads of a 4-D qkv to k and v, got None"),
+        ((2, 5, 6, 8), 3, "num_heads_q must leave an even number of the 6 heads of a 4-D qkv to k and v, got 3"),
+        ((2, 5, 6, 8), 6, "num_heads_q must leave an even number of the 6 heads of a 4-D qkv to k and v, got 6"),
+        ((2, 5, 6, 8), 0, "num_heads_q must leave an even number of the 6 heads of a 4-D qkv to k and v, got 0"),
+        ((2, 5, 6, 8), 2.0, "num_heads_q must leave an even number of the 6 heads of a 4-D qkv to k and v, got 2.0"),
     ],
 )
 def test_packed_shapes_that_do_not_fit(shape, heads, message):

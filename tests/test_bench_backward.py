@@ -17,7 +17,7 @@ from timing import Launch
 
 
 def test_the_backward_has_shapes_of_its_own():
-    """Those of TARGETS.md's tables."""
+    """Those of the goals' tables."""
     cases = cases_of("--suite", "backward", "--others")
     grid, added = cases[:12], cases[12:]
     assert {(case.head_dim, case.seqlen_k) for case in grid} == {

@@ -49,7 +49,7 @@ def problems(right_bound):
 
 
 def visible(seqlen_q, seqlen_k, right, right_bound):
-    """Bool (seqlen_q, seqlen_k), by the rule of API.md."""
+    """Bool (seqlen_q, seqlen_k), by the visibility rule."""
     distance = torch.arange(seqlen_k)[None] - (torch.arange(seqlen_q)[:, None] + seqlen_k - seqlen_q)
     return distance <= right if right_bound else torch.ones_like(distance, dtype=torch.bool)
 

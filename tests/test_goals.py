@@ -1,4 +1,4 @@
-"""The tables of gradients: deterministic beside not, torch's best backend, and what TARGETS.md asks of each cell."""
+"""The tables of gradients: deterministic beside not, torch's best backend, and what is asked of each cell."""
 
 import sys
 from pathlib import Path
@@ -91,7 +91,7 @@ def test_a_table_of_gradients_says_what_is_met():
         "| 1.09; 1.00 | least |",
         "| 256 | 8 | bf16 | 8192 | causal | 300 | 301 | 200 | 700 | 1.00 | 1.50 | 0.43 | 1.30; 1.00 | neither |",
         "- geometric mean of ours / fa4 over D 128 and the grid's lengths >= 2048: 1.06; least 1.00 (D 256 causal, ",
-        "- TARGETS.md, unrounded: 1 of 3 cells meet the goal, 1 only the least, 1 neither (D 256 causal, 8192: 0.997)",
+        "- goals, unrounded: 1 of 3 cells meet the goal, 1 only the least, 1 neither (D 256 causal, 8192: 0.997)",
     ):
         assert line in backward
     assert "cudnn" not in deterministic
@@ -100,7 +100,7 @@ def test_a_table_of_gradients_says_what_is_met():
         "| 128 | 16 | bf16 | 8192 | causal | 532 | 400 | 1.33 | 0.95 | 0.80 | 0.90 kept; 1.00 | goal |",
         "- geometric mean of ours / ours not deterministic: 0.95; least 0.95 (",
         "- geometric mean of fa4 / fa4 not deterministic: 0.80; least 0.80 (",
-        "- TARGETS.md, unrounded: 3 of 3 cells meet the goal, 0 only the least, 0 neither",
+        "- goals, unrounded: 3 of 3 cells meet the goal, 0 only the least, 0 neither",
     ):
         assert line in deterministic
 

@@ -50,6 +50,12 @@ def test_command_line_lists_what_exists():
     assert run("nothing").returncode == 2
 
 
+@pytest.mark.parametrize("tokens", ["0", "-5", "some"])
+def test_demo_needs_a_text(tokens):
+    done = run("demo", "--tokens", tokens)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and "--tokens" in done.stderr
+
+
 def test_demo_inputs_are_the_same_each_time_and_continue_the_text():
     length = len(demo.TEXT.encode())
     first, second = demo.inputs(length + 10), demo.inputs(length + 10)

@@ -149,6 +149,7 @@ CALLS = (
     ({"window_size": 3}, TypeError, "window_size must be a pair (left, right), got 3"),
     ({"causal": torch.tensor(True)}, TypeError, "causal must be True or False, got Tensor"),
     ({"causal": "no"}, TypeError, "causal must be True or False, got no"),
+    ({"deterministic": "yes"}, TypeError, "deterministic must be True or False, got yes"),
     ({"window_size": (1, 2, 3)}, ValueError, "window_size must be a pair (left, right), got 3 values"),
     ({"softmax_scale": math.nan}, ValueError, "softmax_scale must be finite and below 2**127 in magnitude, got nan"),
     ({"softmax_scale": -math.inf}, ValueError, "softmax_scale must be finite and below 2**127 in magnitude, got -inf"),

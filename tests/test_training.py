@@ -117,6 +117,8 @@ def test_without_a_gpu_it_says_so(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(training.environment, "hopper_missing", lambda: "no such GPU here")
     assert training.main(["--out", str(tmp_path)]) == 2
     assert capsys.readouterr().err == "training needs an sm_90 GPU (H100, H200): no such GPU here\n"
+    assert training.main(["--out", str(tmp_path), "--steps", "19"]) == 2
+    assert "--steps of at least 20" in capsys.readouterr().err
 
 
 def test_a_file_of_something_else_is_refused(tmp_path, capsys):
