@@ -87,7 +87,8 @@ class BackwardKernel:
         None: sums (batch, heads, blocks, tile_m head_dim). dk_parts and dv_parts: where heads are split (batch,
         heads_k, parts, K/V tiles, tile_n head_dim), where the tail is split (PartWork.slot, tile_n head_dim), else
         None. In int32: turns (batch, heads, blocks, warpgroups), None where no order of sums is asked for.
-        query_section and query_ctas are those of query_kernel.py. The short kernels before and behind use all SMs.
+        head_parts, whole_tiles and tile_parts are those of BackwardRunTime, query_section and query_ctas those of
+        query_kernel.py. The short kernels before and behind use all SMs.
         """
         config, dtype = self.config, self.dtype
         edge_ctas = rows.shape[0] * rows.shape[1] * rows.shape[2]
@@ -158,7 +159,6 @@ class BackwardKernel:
     @cute.jit
     def tiles_in_parts(self, parts: cute.Tensor, gradient: cute.Tensor, run: BackwardRunTime) -> Int32:
         """How many tiles left in parts."""
-        count = Int32(0)
         if const_expr(self.config.split_heads):
             count = parts.shape[0] * parts.shape[1] * parts.shape[3]
         else:

@@ -93,7 +93,8 @@ class BackwardConsumer:
         memory = Memory(q_pipe, do_pipe, s_rows, s_ds, s_dq, thread)
         consumer = pipeline.PipelineUserType.Consumer
         k_state, v_state = (pipeline.make_pipeline_state(consumer, 1) for _ in range(2))
-        q_state, do_state = (pipeline.make_pipeline_state(consumer, config.stages) for _ in range(2))
+        q_state = pipeline.make_pipeline_state(consumer, config.stages)
+        do_state = pipeline.make_pipeline_state(consumer, config.do_stages)
         ds_state = pipeline.make_pipeline_state(consumer, config.score_stages)
         state = State(q_state, do_state, ds_state, Int32(0))
         queue_state = pipeline.make_pipeline_state(consumer, SLOTS)

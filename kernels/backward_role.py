@@ -63,7 +63,8 @@ class Role:
         memory = Memory(q_pipe, do_pipe, pipes[4], *shared[4:], thread)
         consumer = pipeline.PipelineUserType.Consumer
         k_state, v_state = (pipeline.make_pipeline_state(consumer, 1) for _ in range(2))
-        q_state, do_state = (pipeline.make_pipeline_state(consumer, config.stages) for _ in range(2))
+        q_state = pipeline.make_pipeline_state(consumer, config.stages)
+        do_state = pipeline.make_pipeline_state(consumer, config.do_stages)
         state = State(q_state, do_state, pipeline.make_pipeline_state(self.end_of_p, config.score_stages))
         queue_state = pipeline.make_pipeline_state(consumer, SLOTS)
         own_key = thread // QUAD // 8 * 16 + thread // QUAD % 8

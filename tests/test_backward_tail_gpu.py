@@ -29,7 +29,9 @@ def with_tail(head_dim, head_dim_v, group, waves, share, sms):
     blocks = -(-int(sms * (waves + share)) // HEADS_K)
     # Steps enough that parts of them are worth their cost
     seqlen_q = 62 * config.tile_m + 22
-    case = Case(1, seqlen_q, blocks * config.tile_n - 37, group * HEADS_K, HEADS_K, head_dim, head_dim_v)
+    # As many heads in as many batches as there are query heads of one
+    heads_k = HEADS_K // group
+    case = Case(group, seqlen_q, blocks * config.tile_n - 37, group * heads_k, heads_k, head_dim, head_dim_v)
     problem = Problem.from_tensors(*case.inputs())
     assert plan.head_parts(problem, config, sms) == 1
     tail = plan.split_tail(problem, config, sms)
