@@ -67,8 +67,7 @@ def flash_attn_func(
     window_size: (left, right): query i sees key j iff ``-left <= j - (i + seqlen_k - seqlen_q) <= right``; -1 or None
         leaves a side open. ``causal`` sets right to 0.
     sm_margin: number of SMs that the kernels leave free; the short ones before and behind the gradients' main kernel do
-        not. deterministic: gradients are bit-equal from run to run (the
-        forward always is).
+        not. deterministic: gradients are bit-equal from run to run (the forward always is).
     return_attn_probs: return ``(out, lse)``; no probabilities, as in FlashAttention-3.
     out: tensor to write to: ``(batch, seqlen_q, heads, head_dim_v)``, q's dtype and device; must share no memory with
         q, k and v.

@@ -18,11 +18,11 @@ from .backward_load import BackwardProducer
 from .backward_roles import GradientRole, ProbabilityRole
 from .backward_smem import backward_layouts, backward_storage, row_layout, staged_floats
 from .backward_steps import EarlySums, LateSums
-from .backward_store import WARP_THREADS, SumStore
+from .backward_store import SumStore
 from .backward_wide import WideConsumer
 from .backward_work import WorkSchedule, count_fields
 from .blocks import Band
-from .config import WARPGROUP_THREADS, WARPS_PER_WARPGROUP, BackwardConfig
+from .config import WARP_THREADS, WARPGROUP_THREADS, WARPS_PER_WARPGROUP, BackwardConfig
 from .forward import DTYPES, heads_last
 from .load import tma_pipe
 from .phases import Phase, begin

@@ -1,8 +1,8 @@
 """The consumer warpgroups of the backward kernel for wide heads, where registers hold dK and dV of 64 keys only.
 
 One warpgroup, ProbabilityRole, computes P and owns dV; the other, GradientRole, computes dS and owns dK. P passes
-between them in 16 bit through two buffers. A step's dV and dK are issued in the next step,
-behind that one's S and dP, so that pointwise work runs under them.
+between them in 16 bit through two buffers. A step's dV and dK are issued in the next step, behind that one's S and dP,
+so that pointwise work runs under them.
 """
 
 from dataclasses import dataclass

@@ -16,12 +16,10 @@ from .args import BackwardRunTime
 from .backward_work import WorkSchedule
 from .barriers import BackwardBarrier
 from .blocks import Band
-from .config import WARPGROUP_THREADS, BackwardConfig
+from .config import WARP_THREADS, WARPGROUP_THREADS, BackwardConfig
 from .phases import Phase, begin
 from .schedule import SLOTS, TileQueue
 from .workspace import add_shared
-
-WARP_THREADS = 32
 
 
 @cute.jit

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 HEAD_DIM_CLASSES = (64, 96, 128, 192, 256)
 WARPGROUP_THREADS = 128
-WARPS_PER_WARPGROUP = WARPGROUP_THREADS // 32
+WARP_THREADS = 32
+WARPS_PER_WARPGROUP = WARPGROUP_THREADS // WARP_THREADS
 WGMMA_M = 64  # rows that one warpgroup's WGMMA computes
 SHARED_MEMORY_LIMIT = 232_448  # bytes a CTA may use on sm_90: 227 KiB
 SHARED_ALIGNMENT = 1024  # bytes; the 128-byte swizzle of TMA and WGMMA repeats every 1024

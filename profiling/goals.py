@@ -3,7 +3,6 @@
 import statistics
 from typing import NamedTuple
 
-SOURCE = "goals"
 LEAST = 1.0  # ours / fa4 in every cell, also of the deterministic gradients
 KEPT = 0.9  # deterministic: of the speed of ours that is not
 # (head_dim, causal) -> length -> ours / fa4
@@ -91,4 +90,4 @@ def _count(reached, beside):
     counts = {word: list(reached.values()).count(word) for word in ("goal", "least", "neither")}
     below = [f"{beside[key][1]}: {beside[key][0]:.3f}" for key, word in reached.items() if word == "neither"]
     text = f"{counts['goal']} of {len(reached)} cells meet the goal, {counts['least']} only the least"
-    return [f"- {SOURCE}, unrounded: {text}, {counts['neither']} neither" + (f" ({'; '.join(below)})" if below else "")]
+    return [f"- goals, unrounded: {text}, {counts['neither']} neither" + (f" ({'; '.join(below)})" if below else "")]

@@ -12,7 +12,7 @@ FOLDERS = ("hopper_fa3", "kernels", "profiling", "tests")
 FILE_LINES, HOST_LINES, DEVICE_LINES, KERNEL_ARGUMENTS, KEYWORDS, CONST_EXPRS, DEPTH = 500, 60, 120, 8, 12, 15, 3
 BLOCKS = (ast.For, ast.While, ast.If, ast.With, ast.Try, ast.Match)
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-# Keywords that FA-3's signatures fix which the limit on keywords leaves out.
+# Keywords that FA-3's signatures fix, which the limit on keywords leaves out.
 FA3 = {
     "softmax_scale", "causal", "qv", "q_descale", "k_descale", "v_descale", "window_size", "attention_chunk", "softcap",
     "num_splits", "pack_gqa", "deterministic", "sm_margin", "return_attn_probs", "return_softmax_lse", "num_heads_q",

@@ -81,6 +81,13 @@ def test_the_bound_is_twice_the_distance_between_torch_backends(ours, expected):
     assert training.agree(curves(ours)) == expected
 
 
+@pytest.mark.parametrize(("ours", "expected"), [(0.0, True), (0.9e-4, True), (1.1e-4, False)])
+def test_curves_nearer_than_what_can_matter_are_one(ours, expected):
+    """Where PyTorch's backends happen to give the same curve, twice their distance would be nothing."""
+    alike = [curve("ours", ours), curve("flash"), curve("math")]
+    assert training.agree(alike) == expected
+
+
 @pytest.mark.parametrize("which", [0, 2])
 def test_a_nan_is_no_agreement(which):
     found = curves()
