@@ -53,7 +53,8 @@ def prepare(recipe, lse_gradient):
     config = planning.backward_config(static, plan)
     static = static._replace(deterministic=config.turns)  # kernels without sums are the same for both
     parts = planning.head_parts(problem, config, sms)
-    plan = plan._replace(split_heads=parts > 1)
+    unused, unused_v = planning.unused_columns(problem, config)
+    plan = plan._replace(split_heads=parts > 1, unused=unused, unused_v=unused_v)
     tail = planning.split_tail(problem, planning.backward_config(static, plan), sms)
     plan = plan._replace(split_tail=tail is not None)
     function, config = compiled(static, plan), planning.backward_config(static, plan)

@@ -4,7 +4,7 @@ arithmetic.
 
 from typing import NamedTuple
 
-from .kernels.config import ELEMENT_BYTES, FLOAT_BYTES, HEAD_DIM_CLASSES, BackwardConfig, ForwardConfig
+from .kernels.config import ELEMENT_BYTES, FLOAT_BYTES, HEAD_DIM_CLASSES, WGMMA_K, BackwardConfig, ForwardConfig
 
 # K and V of the heads that are scheduled together should stay in L2. An H200 has 50 to 60 MB of it; O, Q and the
 # neighbours' traffic take the rest. FlashAttention-3 uses the same 32 MB.
@@ -137,6 +137,9 @@ class BackwardPlan(NamedTuple):
     stages: int = STAGES  # tiles of Q and of dO in flight
     split_heads: bool = False  # query heads of a K/V head go to several CTAs; choose_backward leaves it to head_parts
     split_tail: bool = False  # the last tiles are cut by steps; choose_backward leaves it to split_tail
+    # Columns of the classes that products leave out; choose_backward leaves them to unused_columns
+    unused: int = 0  # of Q and K
+    unused_v: int = 0  # of V and dO
 
 
 # (head_dim class, head_dim_v class, right bound) -> plan of the gradients
@@ -162,6 +165,19 @@ def backward_config(static, plan):
         deterministic=static.deterministic,
         **plan._asdict(),
     )
+
+
+def unused_columns(problem, config):
+    """``(of Q and K, of V and dO)``: the columns of the classes beyond the exact head dims, in whole WGMMAs, which the
+    products may leave out. Each is a kernel more to compile: none of the smallest class, whose time goes into
+    exponentials, and none of wide heads, whose kernels cannot.
+    """
+    if config.wide:
+        return 0, 0
+    used = (
+        max(HEAD_DIM_CLASSES[0], -(-exact // WGMMA_K) * WGMMA_K) for exact in (problem.head_dim, problem.head_dim_v)
+    )
+    return tuple(whole - columns for whole, columns in zip((config.head_dim, config.head_dim_v), used, strict=True))
 
 
 def key_tiles(problem, config):

@@ -10,7 +10,14 @@ from cutlass.cute.nvgpu import warpgroup as wgmma
 
 from .args import BackwardRunTime
 from .backward_output import store_gradients
-from .backward_products import BackwardProducts, issue, make_backward_products, transposed
+from .backward_products import (
+    BackwardProducts,
+    first_columns,
+    issue,
+    make_backward_products,
+    new_total,
+    transposed,
+)
 from .backward_scores import (
     differentiate,
     exponentiate,
@@ -129,8 +136,8 @@ class BackwardConsumer:
     def start(self, products: BackwardProducts, first_key: Int32, seqlen_q: Int32, seqlen_k: Int32, run) -> Tile:
         """Fresh registers for a K/V tile."""
         config = self.config
-        dk = new_accumulator(products.dk_add, (WGMMA_M, config.head_dim))
-        dv = new_accumulator(products.dv_add, (WGMMA_M, config.head_dim_v))
+        # Whole: columns that no product writes stay zero, cost no registers, and are clipped where dK and dV leave
+        dk, dv = new_total(config.head_dim), new_total(config.head_dim_v)
         dk.fill(0.0)
         dv.fill(0.0)
         first_queries = first_queries_of(self.band, first_key, seqlen_q, seqlen_k, run.right)
@@ -185,7 +192,7 @@ class BackwardConsumer:
         scores = new_accumulator(products.scores_first, (WGMMA_M, self.config.tile_m))
         q = products.q[None, None, None, q_state.index]
         wgmma.fence()
-        issue(products.scores_first, products.scores_add, scores, products.k, q)
+        issue(products.scores_first, products.scores_add, scores, products.k, q, self.config.columns)
         return scores
 
     @cute.jit
@@ -194,7 +201,7 @@ class BackwardConsumer:
         dp = new_accumulator(products.scores_first, (WGMMA_M, self.config.tile_m))
         do = products.do[None, None, None, state.do.index]
         wgmma.fence()
-        issue(products.scores_first, products.scores_add, dp, products.v, do)
+        issue(products.scores_first, products.scores_add, dp, products.v, do, self.config.columns_v)
         return dp
 
     @cute.jit
@@ -202,7 +209,8 @@ class BackwardConsumer:
         """Start dV += Pᵀ dO."""
         do_transposed = products.do_transposed[None, None, None, state.do.index]
         wgmma.fence()
-        issue(products.dv_add, products.dv_add, tile.dv, tile.p, do_transposed)
+        dv = first_columns(tile.dv, self.config.columns_v)
+        issue(products.dv_add, products.dv_add, dv, tile.p, do_transposed)
 
     @cute.jit
     def issue_dq_before(self, products: BackwardProducts, state: State):
@@ -225,7 +233,8 @@ class BackwardConsumer:
         """Start dK += dSᵀ Q."""
         wgmma.fence()
         q_transposed = products.q_transposed[None, None, None, state.q.index]
-        issue(products.dk_add, products.dk_add, tile.dk, ds, q_transposed)
+        dk = first_columns(tile.dk, self.config.columns)
+        issue(products.dk_add, products.dk_add, dk, ds, q_transposed)
 
     @cute.jit
     def scores_written(self, warpgroup: Int32, parity: Int32):

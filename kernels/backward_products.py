@@ -5,11 +5,11 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode
 from cutlass.cute.nvgpu import warpgroup as wgmma
 
-from .config import WGMMA_M
+from .config import WGMMA_K, WGMMA_M
 
 
 class BackwardProducts(NamedTuple):
@@ -61,11 +61,15 @@ def make_backward_products(
 
     scores_first = make(k_major, k_major, config.tile_m, False)
     scores_add = make(k_major, k_major, config.tile_m, True)
-    dv_add = make(k_major, mn_major, config.head_dim_v, True, registers)
-    dk_add = make(k_major, mn_major, config.head_dim, True, registers)
+    dv_add = make(k_major, mn_major, config.columns_v, True, registers)
+    dk_add = make(k_major, mn_major, config.columns, True, registers)
+    # Of whole tiles: a swizzle atom has up to 64 columns, and CuTe does not cut one. A descriptor says where columns
+    # begin and not how many there are, so it is the same for fewer.
+    dv_whole = make(k_major, mn_major, config.head_dim_v, True, registers)
+    dk_whole = make(k_major, mn_major, config.head_dim, True, registers)
     dq_first = make(mn_major, mn_major, config.dq_columns, False)
     dq_add = make(mn_major, mn_major, config.dq_columns, True)
-    scores, dv, dk, dq = (product.get_slice(0) for product in (scores_first, dv_add, dk_add, dq_first))
+    scores, dv, dk, dq = (product.get_slice(0) for product in (scores_first, dv_whole, dk_whole, dq_first))
     query_piece = warpgroup if config.query_pieces > 1 else 0
     column_piece = warpgroup if config.column_pieces > 1 else 0
     return BackwardProducts(
@@ -79,8 +83,8 @@ def make_backward_products(
         own_keys(scores_first, s_v, warpgroup),
         scores_first.make_fragment_B(scores.partition_B(s_q)),
         scores_first.make_fragment_B(scores.partition_B(s_do)),
-        dk_add.make_fragment_B(dk.partition_B(transposed(s_q))),
-        dv_add.make_fragment_B(dv.partition_B(transposed(s_do))),
+        dk_whole.make_fragment_B(dk.partition_B(transposed(s_q))),
+        dv_whole.make_fragment_B(dv.partition_B(transposed(s_do))),
         dq_first.make_fragment_A(dq.partition_A(piece(s_ds, WGMMA_M, query_piece))),
         dq_first.make_fragment_B(dq.partition_B(piece(transposed(s_k), config.dq_columns, column_piece)))[
             None, None, None, 0
@@ -94,12 +98,35 @@ def own_keys(product, shared, warpgroup):
     return product.make_fragment_A(product.get_slice(0).partition_A(own))[None, None, None, 0]
 
 
+def new_total(columns):
+    """Uninitialised float32 accumulator of 64 rows of dK or dV."""
+    return cute.make_rmem_tensor(_accumulator(columns), Float32)
+
+
+def first_columns(total, columns):
+    """The first columns of an accumulator."""
+    return cute.make_tensor(total.iterator, _accumulator(columns))
+
+
+def _accumulator(columns):
+    """One thread's part of 64 rows: 2 columns of 2 rows in every 8 columns."""
+    return cute.make_layout(((2, 2, columns // 8), 1, 1))
+
+
 @cute.jit
-def issue(first: cute.TiledMma, add: cute.TiledMma, accumulator: cute.Tensor, a: cute.Tensor, b: cute.Tensor):
-    """Start one matrix product, its depth ``b``'s last mode, as one group of asynchronous WGMMAs. ``first``: the
-    instruction of the first step of depth.
+def issue(
+    first: cute.TiledMma,
+    add: cute.TiledMma,
+    accumulator: cute.Tensor,
+    a: cute.Tensor,
+    b: cute.Tensor,
+    columns: cutlass.Constexpr = None,
+):
+    """Start one matrix product, its depth ``b``'s last mode or as many ``columns`` of that, as one group of
+    asynchronous WGMMAs. ``first``: the instruction of the first step of depth.
     """
-    for depth in cutlass.range_constexpr(cute.size(b, mode=[2])):
+    steps = cute.size(b, mode=[2]) if const_expr(columns is None) else columns // WGMMA_K
+    for depth in cutlass.range_constexpr(steps):
         product = first if depth == 0 else add
         cute.gemm(product, accumulator, a[None, None, depth], b[None, None, depth], accumulator)
     wgmma.commit_group()

@@ -7,6 +7,7 @@ WARPGROUP_THREADS = 128
 WARP_THREADS = 32
 WARPS_PER_WARPGROUP = WARPGROUP_THREADS // WARP_THREADS
 WGMMA_M = 64  # rows that one warpgroup's WGMMA computes
+WGMMA_K = 16  # columns of its operands in 16 bit that it multiplies
 SHARED_MEMORY_LIMIT = 232_448  # bytes a CTA may use on sm_90: 227 KiB
 SHARED_ALIGNMENT = 1024  # bytes; the 128-byte swizzle of TMA and WGMMA repeats every 1024
 ELEMENT_BYTES = 2  # bf16 and fp16
@@ -201,6 +202,9 @@ class BackwardConfig(Checked):
     split_heads: bool = False
     # A launch's last tiles are cut into parts, of which a CTA takes one: dK and dV of these likewise (backward_work.py)
     split_tail: bool = False
+    # Last columns of the classes, beyond the exact head dims, which the products leave out: of Q and K, of V and dO
+    unused: int = 0
+    unused_v: int = 0
 
     consumer_warpgroups = 2
 
@@ -208,6 +212,16 @@ class BackwardConfig(Checked):
     def wide(self):
         """True for heads beside whose dK and dV registers do not hold what backward_consume.py keeps in flight."""
         return max(self.head_dim, self.head_dim_v) > 128
+
+    @property
+    def columns(self):
+        """Columns of Q and K that go into S and out of dK."""
+        return self.head_dim - self.unused
+
+    @property
+    def columns_v(self):
+        """Columns of V and dO that go into dP and out of dV."""
+        return self.head_dim_v - self.unused_v
 
     @property
     def roles(self):
@@ -277,7 +291,7 @@ class BackwardConfig(Checked):
     def name(self):
         """Readable kernel name for profilers."""
         mask = "causal" if self.right_bound else "dense"
-        dims = f"d{self.head_dim}" if self.head_dim == self.head_dim_v else f"d{self.head_dim}v{self.head_dim_v}"
+        dims = f"d{self.columns}" if self.columns == self.columns_v else f"d{self.columns}v{self.columns_v}"
         split = ("_split_heads" if self.split_heads else "") + ("_split_tail" if self.split_tail else "")
         options = split + ("_deterministic" if self.turns else "")
         return f"hopper_fa3_backward_{dims}_{mask}_{SHORT_DTYPES[self.dtype]}_{self.tile_m}x{self.tile_n}{options}"
@@ -351,6 +365,11 @@ class BackwardConfig(Checked):
             (
                 not (self.split_tail and (self.right_bound or self.turns or self.split_heads)),
                 "split_tail needs tiles of equal length, whole groups of heads and sums in any order",
+            ),
+            (
+                {self.unused, self.unused_v} <= set(range(0, 1 if self.wide else WGMMA_M, WGMMA_K)),
+                f"unused columns must be multiples of {WGMMA_K} below {WGMMA_M}, none where a head dim is above 128, "
+                f"got {self.unused} and {self.unused_v}",
             ),
             (self.stages >= 2, f"stages must be at least 2 (the next Q is loaded under this one), got {self.stages}"),
             (

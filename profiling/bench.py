@@ -178,7 +178,8 @@ class Bench:
         kinds = list(dict.fromkeys(kind for kind, _ in launches))
         launches = {key: launches[key] for kind in kinds for key in launches if key[0] == kind}
         for kind in (kinds[0], COMPARED):
-            self.compare(case, kind, {name: one for (made, name), one in launches.items() if made == kind})
+            wrong = self.compare(case, kind, {name: one for (made, name), one in launches.items() if made == kind})
+            launches = {key: one for key, one in launches.items() if key[1] not in wrong}
         launches |= {(kind, suite.ceiling): self.ceiling for kind in kinds if kind not in UNBOUND}
         seconds = pace(self.left(), cells_left, len(launches), self.options.rounds)
         start = time.monotonic()
@@ -202,14 +203,22 @@ class Bench:
         return asked and (suite.replayed is None or case.seqlen_k in suite.replayed)
 
     def compare(self, case, kind, launches):
-        """Remember a case whose outputs differ: a fast wrong kernel must not look like a result."""
-        others = [name for name in launches if name != "ours"]
-        if "ours" not in launches or not others:
-            return
-        found = apart(launches["ours"], launches[others[0]])
-        if not found <= AGREEMENT:  # NaN included
-            words = f"ours differs from {others[0]} by {found:.3g} of its largest value"
-            self.disagreements.append(f"{case.name}, {kind}: {words}")
+        """The peers whose outputs are wrong, which are left out and named: a fast wrong kernel must not look like a
+        result. Wrong is who differs from ours where no more do than agree with it; else the case is
+        remembered.
+        """
+        others = [name for name in launches if name != "ours"] if "ours" in launches else []
+        found = {name: apart(launches["ours"], launches[name]) for name in others}
+        wrong = {name: f"{value:.3g} of its largest value" for name, value in found.items() if not value <= AGREEMENT}
+        if len(others) - len(wrong) < len(wrong):
+            self.disagreements += [f"{case.name}, {kind}: ours differs from {name} by {wrong[name]}" for name in wrong]
+            return ()
+        right = ", ".join(name for name in others if name not in wrong)
+        for name, apart_by in wrong.items():
+            why = f"wrong in {case.name}, {kind}: {apart_by} from ours, which is that of {right}"
+            self.refusals[name, why] = None
+            self.progress.note(f"  without {name}, {why}")
+        return tuple(wrong)
 
     def record(self, suite, case, times, clock):
         for (kind, name), timing in times.items():

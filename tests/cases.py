@@ -105,7 +105,7 @@ HALF_DIMS = ((64, 64, True), (80, 80, False), (128, 128, True), (192, 128, False
 # Of the backward, whose kernels take longer to compile: two different classes under one mask, fewer in float16.
 BACKWARD_UNEVEN_DIMS = (
     (64, 128, True), (128, 64, False), (96, 128, True), (192, 128, True), (192, 128, False), (256, 64, False),
-    (64, 256, True), (256, 96, False), (128, 256, True),
+    (64, 256, True), (256, 96, False), (128, 256, True), (112, 80, False),
 )  # fmt: skip
 BACKWARD_HALF_DIMS = ((64, 64, True), (128, 128, True), (192, 128, False), (256, 256, True))
 
@@ -162,9 +162,9 @@ def _many_tiles():
 
 def _own_heads():
     """A K/V head for each query head, so that dK and dV leave whole: with fewer, few tiles are split over SMs and leave
-    as parts (plan.head_parts). One case for each pair of tile classes and mask of the others.
+    as parts (plan.head_parts). One case for each kernel of the others.
     """
-    pairs = [(d, d, causal, "bfloat16") for d in (96, 192) for causal in MASKS]
+    pairs = [(d, d, causal, "bfloat16") for d in (80, 96, 104, 192) for causal in MASKS]
     pairs += [(d, d_v, causal, "bfloat16") for d, d_v, causal in BACKWARD_UNEVEN_DIMS]
     pairs += [(d, d_v, causal, "float16") for d, d_v, causal in BACKWARD_HALF_DIMS]
     return [

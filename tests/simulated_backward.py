@@ -65,6 +65,8 @@ class Replacements:
             "registers": {"released_by_first_lane": identity},
             "backward_products": {
                 "issue": self.issue,
+                "new_total": lambda columns: Registers(),
+                "first_columns": lambda total, columns: total,
                 "transposed": identity,
                 "piece": Stages.piece,
                 "make_backward_products": self.make_products,
@@ -164,7 +166,7 @@ class Replacements:
         agent.reads.waiting.append(read)
         self.simulation.point()
 
-    def issue(self, first, add, accumulator, a, b):
+    def issue(self, first, add, accumulator, a, b, columns=None):
         """One group of WGMMAs; operands are read when it runs."""
         operand = a if isinstance(a, Registers) else None
         rows = self.rows()

@@ -13,8 +13,8 @@ from hopper_fa3.problem import BackwardStatic, Problem
 
 pytestmark = pytest.mark.gpu
 
-# Both orders of a step, wide heads, and those where each warpgroup has a role
-DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
+# Both orders of a step, columns that products leave out, wide heads, and those where each warpgroup has a role
+DIMS = ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256))
 # (query heads per K/V head, full waves of tiles, share of the last one): few of its tiles, most of them; with fewer
 # tiles than SMs all are cut. Grouped heads would be split instead where they have few tiles behind few waves.
 TAILS = ((1, 1, 0.02), (1, 1, 0.6), (1, 0, 0.5), (2, 2, 0.6), (2, 4, 0.02))
@@ -24,7 +24,7 @@ FEW_SMS = (1, 5, 7)
 
 def with_tail(head_dim, head_dim_v, group, waves, share, sms):
     """A case with ragged lengths whose tail is cut on so many SMs."""
-    static = BackwardStatic("bfloat16", head_dim, head_dim_v, False, False, False)
+    static = BackwardStatic("bfloat16", plan.tile_class(head_dim), plan.tile_class(head_dim_v), False, False, False)
     config = plan.backward_config(static, plan.choose_backward(static))
     blocks = -(-int(sms * (waves + share)) // HEADS_K)
     # Steps enough that parts of them are worth their cost

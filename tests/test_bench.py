@@ -173,6 +173,22 @@ def test_disagreement_is_remembered():
         run.disagreements[0].startswith(f"{case.name}, kernel: ours differs from fa4 by 0.1 of")
         and "by nan" in run.disagreements[1]
     )
+    assert not run.refusals
+
+
+def test_a_peer_that_is_outvoted_is_left_out():
+    """Where no more differ from ours than agree with it. NaN (0 / 0) differs."""
+    case, run, ones = cases_of()[0], run_of(), torch.ones(2, 3)
+    right, wrong = (Launch(lambda factor=factor: factor * ones) for factor in (1, 1.1))
+    asked = {"ours": right, "fa4": wrong, "cudnn": right}
+    assert run.compare(case, "kernel", asked) == ("fa4",)
+    assert run.compare(case, "kernel", asked | {"cudnn": wrong, "flash": right}) == ()  # one against two
+    assert run.compare(case, "kernel", asked | {"cudnn": Launch(lambda: 0 * ones), "flash": right}) == ()
+    assert run.compare(case, "kernel", {"ours": right, "fa4": right}) == ()
+    assert [name for name, _ in run.refusals] == ["fa4"]
+    ((_, why),) = run.refusals
+    assert why == f"wrong in {case.name}, kernel: 0.0909 of its largest value from ours, which is that of cudnn"
+    assert len(run.disagreements) == 4 and all(": ours differs from" in line for line in run.disagreements)
 
 
 def test_ours_is_left_out_only_where_it_is_not_built():

@@ -129,6 +129,21 @@ def test_gradients_that_are_wrong_only_when_deterministic_are_found(monkeypatch)
     assert ", deterministic: ours differs from math" in said
 
 
+def test_a_peer_with_wrong_gradients_has_no_rows(monkeypatch):
+    """In no kind of row, though only the first kind compares all."""
+    run = on_a_cpu(monkeypatch, "--suite", "backward", "--deterministic", peers=[])
+    right = peers.PEERS["math"]._replace(deterministic=peers.PEERS["math"].public)
+    wrong = right._replace(name="wrong", public=lambda q, k, v, causal: right.public(q, k, 2 * v, causal))
+    run.entrants = [right._replace(name="ours"), wrong, right]
+    with torch.no_grad():
+        rows_of(run, run.suite)
+    assert run.disagreements == [] and [name for name, _ in run.refusals] == ["wrong"]
+    assert {(row.kind, row.name) for row in run.rows if row.kind not in ("host", "matmul")} == {
+        ("autograd", "ours"), ("autograd", "math"), ("autograd", "matmul"), ("deterministic", "ours"),
+        ("deterministic", "math"),
+    }  # fmt: skip
+
+
 def test_a_step_of_training_is_a_forward_and_its_gradients():
     tensors = (*small_tensors(), True)
     for entrant in (suites.OURS, peers.PEERS["math"], peers.PEERS["standard"]):

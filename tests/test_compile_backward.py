@@ -1,5 +1,7 @@
 """The gradients' kernels for wide heads compile to sm_90a without a GPU, into the products they were written for."""
 
+import re
+
 import pytest
 
 from hopper_fa3 import compile as compiling
@@ -15,7 +17,7 @@ def of_128_keys(config):
     step; dQ once more behind it.
     """
     total, dq = config.tile_m // DEPTH, config.tile_n // DEPTH
-    return 3 * config.head_dim // DEPTH + 3 * (config.head_dim_v // DEPTH + 2 * total + dq) + dq
+    return 3 * config.columns // DEPTH + 3 * (config.columns_v // DEPTH + 2 * total + dq) + dq
 
 
 def of_roles(config):
@@ -56,3 +58,26 @@ def test_machine_code(dtype, head_dim, head_dim_v, right_bound, split_tail, prod
     assert [kernel.name for kernel in add] == [f"{config.name}_add_2"] * split_tail
     for kernel in (before, main, *add, last):
         assert (kernel.stack, kernel.local, kernel.spills) == (0, 0, 0), kernel.name
+
+
+@pytest.mark.parametrize(
+    ("head_dims", "right_bound", "options"),
+    [
+        ((96, 96), False, {"split_tail": True, "unused": 16, "unused_v": 16}),
+        ((96, 96), True, {"unused": 16, "unused_v": 16}),
+        ((128, 96), True, {"split_heads": True, "unused": 16}),
+        ((64, 128), False, {"unused_v": 16}),
+    ],
+)
+def test_machine_code_without_unused_columns(head_dims, right_bound, options):
+    static = BackwardStatic("bfloat16", *head_dims, right_bound, True, not options.get("split_tail", False))
+    chosen = plan.choose_backward(static)._replace(**options)
+    config = plan.backward_config(static, chosen)
+    texts = machine_code.disassemble(compiling.cubin(static, chosen))
+    main = machine_code.parse(*texts[1])
+    assert main.name == f"{config.name}_1"
+    assert (main.counts["HGMMA"], main.counts["WARPGROUP"] <= 32) == (of_128_keys(config), True)
+    assert (main.stack, main.local, main.spills) == (0, 0, 0)
+    # Of dK and dV; neither is as wide as S is, or as a piece of dQ
+    widths = {f"HGMMA.64x{columns}x16" for columns in (config.columns, config.columns_v)}
+    assert widths <= set(re.findall(r"HGMMA\.64x\d+x16", str(texts[1])))

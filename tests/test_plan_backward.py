@@ -100,6 +100,12 @@ def test_as_many_keys_as_registers_hold():
         ({"tile_m": 96}, "tile_m must be 64, or 128 at head dims up to 128, got 96"),
         ({"tile_m": 128}, "tile_m must be 64, or 128 at head dims up to 128, got 128"),
         ({"stages": 1}, "stages must be at least 2"),
+        (
+            {"unused": 16},
+            "unused columns must be multiples of 16 below 64, none where a head dim is above 128, got 16 and 0",
+        ),
+        ({"unused_v": 8, "head_dim": 96, "head_dim_v": 96}, "unused columns must be multiples of 16 .* got 0 and 8"),
+        ({"unused": 64, "head_dim": 128, "head_dim_v": 96}, "unused columns must be multiples of 16 .* got 64 and 0"),
         ({"split_tail": True, "right_bound": True}, "split_tail needs tiles of equal length"),
         ({"split_tail": True, "split_heads": True}, "split_tail needs tiles of equal length"),
         ({"split_tail": True, "deterministic": True, "head_dim": 64}, "split_tail needs tiles of equal length"),
@@ -110,6 +116,32 @@ def test_illegal_configurations_name_the_rule(changes, message):
     config = config_of(**{"head_dim": 256, "head_dim_v": 256, **changes})
     with pytest.raises(ValueError, match=message):
         config.check()
+
+
+@pytest.mark.parametrize(
+    ("head_dims", "unused"),
+    [
+        ((128, 128), (0, 0)),
+        ((112, 105), (16, 16)),
+        ((104, 97), (16, 16)),
+        ((96, 81), (0, 0)),
+        ((80, 72), (16, 16)),
+        ((65, 113), (16, 0)),
+        # The smallest class, and heads for which the kernels cannot
+        ((64, 40), (0, 0)),
+        ((8, 80), (0, 16)),
+        ((160, 160), (0, 0)),
+        ((136, 80), (0, 0)),
+    ],
+)
+def test_products_leave_out_columns_that_hold_nothing(head_dims, unused):
+    classes = [plan.tile_class(dim) for dim in head_dims]
+    found = plan.unused_columns(SimpleNamespace(head_dim=head_dims[0], head_dim_v=head_dims[1]), config_of(*classes))
+    assert found == unused
+    config = config_of(*classes, unused=found[0], unused_v=found[1])
+    config.check()
+    for columns, dim, whole in zip((config.columns, config.columns_v), head_dims, classes, strict=True):
+        assert dim <= columns <= whole and columns % 16 == 0
 
 
 def test_barriers_do_not_share_ids():
@@ -129,7 +161,8 @@ def test_cases_for_the_gpu_meet_whole_and_split_heads():
         dims = (plan.tile_class(case.head_dim), plan.tile_class(case.head_dim_v))
         static = BackwardStatic(case.dtype, *dims, case.causal or case.window_size[1] >= 0, False, False)
         config = plan.backward_config(static, plan.choose_backward(static))
+        kernel = static, plan.unused_columns(case, config)
         group = case.heads // case.heads_k
         problem = SimpleNamespace(batch=case.batch, heads_k=case.heads_k, seqlen_k=case.seqlen_k, group=group)
-        found[static].add(plan.head_parts(problem, config, 132) > 1)
-    assert {static: kinds for static, kinds in found.items() if kinds != {False, True}} == {}
+        found[kernel].add(plan.head_parts(problem, config, 132) > 1)
+    assert {kernel: kinds for kernel, kinds in found.items() if kinds != {False, True}} == {}
