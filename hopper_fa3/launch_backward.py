@@ -65,7 +65,7 @@ def prepare(recipe, lse_gradient):
         scale_log2(problem.softmax_scale),
         problem.softmax_scale,
         0 if problem.right is None else problem.right,
-        planning.backward_heads_per_section(problem, config) * parts,
+        planning.backward_heads_per_section(problem, config, parts, sms) * parts,
         problem.heads_k * parts,
         *tail,
         min(tail.indices(tiles), sms),

@@ -114,7 +114,7 @@ def tile_class(head_dim):
     raise ValueError(f"head_dim must be at most {HEAD_DIM_CLASSES[-1]}, got {head_dim}")
 
 
-# Splitting a K/V head's query heads must save this share of the time at least; what it costs was not measured yet
+# Splitting a K/V head's query heads must save this share of the time at least
 SPLIT_GAIN = 0.9
 # Of nearly equal choices the fewest parts: each is a copy of dK and dV in float32, gigabytes where heads are many
 SPLIT_SLACK = 1.05
@@ -127,6 +127,7 @@ TAIL_GAIN = 0.99
 PART_STEPS = 8
 ADD_STEPS = 1
 SHORTEST_PART = 8  # steps
+SECTION_TILES = 90  # percent of the SMs that one section must occupy: 128 tiles are enough for 132
 INDEX_LIMIT = 2**31  # the kernels count in 32 bits
 
 
@@ -180,22 +181,45 @@ def unused_columns(problem, config):
     return tuple(whole - columns for whole, columns in zip((config.head_dim, config.head_dim_v), used, strict=True))
 
 
+def tiles_of_head(problem, config):
+    """K/V tiles of one head."""
+    return -(-problem.seqlen_k // config.tile_n)
+
+
 def key_tiles(problem, config):
     """K/V tiles of all heads."""
-    return problem.batch * problem.heads_k * -(-problem.seqlen_k // config.tile_n)
+    return problem.batch * problem.heads_k * tiles_of_head(problem, config)
+
+
+def tile_steps(problem, config):
+    """Steps of each K/V tile of a head, for one query head: the blocks of queries that see any of its keys."""
+    end = -(-problem.seqlen_q // config.tile_m)
+    if problem.right is None:
+        return [end] * tiles_of_head(problem, config)
+    seen = problem.seqlen_k - problem.seqlen_q + problem.right  # the last key that query 0 sees
+    keys = range(0, problem.seqlen_k, config.tile_n)
+    return [max(end - max(key - seen, 0) // config.tile_m, 0) for key in keys]
 
 
 def head_parts(problem, config, sms):
     """Into how many parts the query heads of each K/V head are split, each part a CTA's: one where that keeps the SMs
-    busy, because the parts' dK and dV cost a way through memory in float32.
+    busy, because the parts' dK and dV cost a way through memory in float32. Parts of equal numbers of heads, but for
+    the last.
 
-    Counts steps in units of a K/V tile and a query head: waves of CTAs times heads of the largest part. Parts of equal
-    numbers of heads, but for the last.
+    Estimates the steps of the busiest SM. Equal tiles run in waves. Tiles of unequal length fill the SMs evenly if the
+    longest come first, but none is shorter than itself. Where the shortest do (``BackwardConfig.descending``), SMs
+    become idle one by one while the longest run: half of its time each, as dealing them out one by one shows too.
     """
-    tiles = key_tiles(problem, config)
+    tiles, of_head = key_tiles(problem, config), tile_steps(problem, config)
+    all_steps = sum(of_head) * problem.batch * problem.heads
 
     def steps(parts):
-        return -(-tiles * parts // sms) * -(-problem.group // parts)
+        added = PART_STEPS + ADD_STEPS if parts > 1 else 0
+        longest = max(of_head) * -(-problem.group // parts) + added
+        if problem.right is None or tiles * parts <= sms:
+            return -(-tiles * parts // sms) * longest
+        mean = (all_steps + tiles * parts * added) / sms
+        return max(longest, mean + longest / 2 if config.descending else mean)
 
     possible = sorted({-(-problem.group // -(-problem.group // parts)) for parts in range(1, problem.group + 1)})
     enough = SPLIT_SLACK * min(map(steps, possible))
@@ -246,15 +270,21 @@ def split_tail(problem, config, sms):
     return best if best and cost(best) < TAIL_GAIN * -(-tiles // sms) * steps else None
 
 
-def backward_heads_per_section(problem, config):
+def backward_heads_per_section(problem, config, parts, sms):
     """K/V heads, counted over the batch, whose tiles are scheduled together: see heads_per_section. What should be in
     L2 is what all K/V tiles of a head read and add to: Q, dO and the sums of dQ. Where these are added in turns, a
     head's tiles wait for each other, so they should not all start together; sections spread them also without a right
-    bound.
+    bound. ``parts``: head_parts.
+
+    At least as many as have a tile for (nearly) every SM. With fewer several sections run at once anyway, and the
+    longest tile of the last one starts late: a launch of 4 K/V heads of 64 tiles took half as long again.
     """
     if problem.right is None and not config.turns:
         return 1
     row_bytes = (problem.head_dim + problem.head_dim_v) * ELEMENT_BYTES
     row_bytes += FLOAT_BYTES * problem.head_dim if config.sums else 0
-    heads_k = max(1, L2_BUDGET_BYTES // max(problem.group * problem.seqlen_q * row_bytes, 1))
-    return min(1 << (heads_k.bit_length() - 1), problem.batch * problem.heads_k)
+    fitting = max(1, L2_BUDGET_BYTES // max(problem.group * problem.seqlen_q * row_bytes, 1))
+    filling = -(-sms * SECTION_TILES // (tiles_of_head(problem, config) * parts * 100))
+    # Powers of two: the largest that fits, the smallest that fills
+    heads_k = max(1 << (fitting.bit_length() - 1), 1 << (filling - 1).bit_length())
+    return min(heads_k, problem.batch * problem.heads_k)

@@ -160,19 +160,20 @@ def _many_tiles():
     ]  # fmt: skip
 
 
-def _own_heads():
-    """A K/V head for each query head, so that dK and dV leave whole: with fewer, few tiles are split over SMs and leave
-    as parts (plan.head_parts). One case for each kernel of the others.
+def _own_and_shared_heads():
+    """A K/V head for each query head, so that dK and dV leave whole; one for many, whose few tiles are split over SMs
+    and leave as parts (plan.head_parts). A case of both for each kernel of the others.
     """
-    pairs = [(d, d, causal, "bfloat16") for d in (80, 96, 104, 192) for causal in MASKS]
+    pairs = [(d, d, causal, "bfloat16") for d in (64, 80, 96, 104, 128, 192, 256) for causal in MASKS]
     pairs += [(d, d_v, causal, "bfloat16") for d, d_v, causal in BACKWARD_UNEVEN_DIMS]
     pairs += [(d, d_v, causal, "float16") for d, d_v, causal in BACKWARD_HALF_DIMS]
     return [
-        replace(SMALL, seqlen_q=200, seqlen_k=300, heads_k=2, head_dim=d, head_dim_v=d_v, causal=causal, dtype=dtype)
+        replace(case, head_dim=d, head_dim_v=d_v, causal=causal, dtype=dtype)
+        for case in (replace(SMALL, seqlen_q=200, seqlen_k=300, heads_k=2), Case(1, 500, 600, 8, 1, 128, 128))
         for d, d_v, causal, dtype in pairs
     ]
 
 
 _SHARED = _lengths() + _groups() + _right_bounds() + _many_tiles()
 FORWARD = tuple(_head_dims(UNEVEN_DIMS, HALF_DIMS) + _SHARED)
-BACKWARD = tuple(_head_dims(BACKWARD_UNEVEN_DIMS, BACKWARD_HALF_DIMS) + _SHARED + _own_heads())
+BACKWARD = tuple(_head_dims(BACKWARD_UNEVEN_DIMS, BACKWARD_HALF_DIMS) + _SHARED + _own_and_shared_heads())

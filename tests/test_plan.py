@@ -4,6 +4,7 @@ import itertools
 from dataclasses import replace
 
 import pytest
+import torch
 
 from hopper_fa3 import plan
 from hopper_fa3.kernels.config import HEAD_DIM_CLASSES, REGISTERS, BackwardConfig, ForwardConfig
@@ -224,30 +225,73 @@ def test_shared_memory_of_the_gradients_is_what_the_kernels_lay_out():
 GRADIENTS = plan.backward_config(BackwardStatic("bfloat16", 128, 128, False, False, False), plan.BackwardPlan(64))
 
 
-def waves(asked, parts, sms):
-    """Steps of the busiest SM, a K/V tile and a query head each, by dealing the CTAs out one by one."""
-    tiles = asked.batch * asked.heads_k * -(-asked.seqlen_k // GRADIENTS.tile_n)
-    most = max(len(range(part, asked.group, parts)) for part in range(parts))
-    loads = [0] * sms
-    for cta in range(tiles * parts):
-        loads[cta % sms] += most
-    return max(loads)
+def part_steps(asked, config, parts):
+    """Steps of every CTA's work in the kernel's order, for each of a K/V head's parts in turn."""
+    share = -(-asked.group // parts)
+    heads = [len(range(first, min(first + share, asked.group))) for first in range(0, asked.group, share)]
+    added = plan.PART_STEPS + plan.ADD_STEPS if parts > 1 else 0
+    tiles = plan.tile_steps(asked, config)
+    section = plan.backward_heads_per_section(asked, config, parts, 132)
+    all_heads = asked.batch * asked.heads_k
+    for first in range(0, all_heads, section):
+        for steps in reversed(tiles) if config.descending else tiles:
+            for _ in range(first, min(first + section, all_heads)):
+                yield from (steps * count + added for count in heads)
+
+
+@pytest.mark.parametrize("right", [None, 0, 37, 700])
+@pytest.mark.parametrize("seqlen_q", [1, 64, 500, 1000])
+@pytest.mark.parametrize("seqlen_k", [1, 128, 200, 777, 1500])
+def test_steps_are_the_blocks_of_queries_that_see_a_tile(seqlen_k, seqlen_q, right):
+    asked = problem(seqlen_q=seqlen_q, seqlen_k=seqlen_k, right=right)
+    found = plan.tile_steps(asked, GRADIENTS)
+    visible = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool)
+    if right is not None:
+        visible = visible.tril(seqlen_k - seqlen_q + right)
+    expected = []
+    for key in range(0, seqlen_k, GRADIENTS.tile_n):
+        seen_by = visible[:, key : key + GRADIENTS.tile_n].any(1)
+        expected.append(sum(bool(block.any()) for block in seen_by.split(GRADIENTS.tile_m)))
+    assert found == expected
 
 
 @pytest.mark.parametrize("sms", [1, 4, 5, 16])
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 7, 8, 12])
 @pytest.mark.parametrize("seqlen_k", [1, 128, 200, 500, 2000])
 def test_parts_of_query_heads_save_time_or_are_one(seqlen_k, group, sms):
-    asked = problem(batch=1, heads_k=2, heads=2 * group, seqlen_k=seqlen_k)
+    asked = problem(batch=1, heads_k=2, heads=2 * group, seqlen_k=seqlen_k, right=None)
+
+    def waves(parts):
+        """All as long as the longest, an SM's one after the other."""
+        steps = list(part_steps(asked, GRADIENTS, parts))
+        return max(steps) * -(-len(steps) // sms)
+
     parts = plan.head_parts(asked, GRADIENTS, sms)
     # Equal shares leave no part without a head
     share = -(-group // parts)
     assert 1 <= parts <= group and (parts - 1) * share < group
-    whole, chosen = waves(asked, 1, sms), waves(asked, parts, sms)
-    best = min(waves(asked, count, sms) for count in range(1, group + 1))
+    whole, chosen = waves(1), waves(parts)
+    best = min(waves(count) for count in range(1, group + 1))
     assert chosen <= plan.SPLIT_SLACK * best if parts > 1 else best >= plan.SPLIT_GAIN * whole / plan.SPLIT_SLACK
     assert parts == 1 or chosen < plan.SPLIT_GAIN * whole
-    assert all(waves(asked, fewer, sms) > plan.SPLIT_SLACK * best for fewer in range(1, parts))
+    assert all(waves(fewer) > plan.SPLIT_SLACK * best for fewer in range(1, parts))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("group", [1, 2, 5, 8])
+@pytest.mark.parametrize("heads_k", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("length", [500, 1024, 2048, 4096, 8192])
+def test_parts_of_causal_heads_are_about_the_best(length, heads_k, group, deterministic):
+    """By dealing the work of a launch to 132 SMs, whoever is done taking the next piece."""
+    asked = problem(batch=1, heads_k=heads_k, heads=group * heads_k, seqlen_q=length, seqlen_k=length)
+    config = replace(GRADIENTS, right_bound=True, deterministic=deterministic)
+
+    def time(parts):
+        return dealt(part_steps(asked, config, parts), 132)
+
+    chosen = time(plan.head_parts(asked, config, 132))
+    assert chosen <= 1.25 * min(map(time, {-(-group // -(-group // count)) for count in range(1, group + 1)}))
+    assert chosen <= 1.02 * time(1)
 
 
 @pytest.mark.parametrize(
@@ -264,8 +308,27 @@ def test_parts_of_query_heads_save_time_or_are_one(seqlen_k, group, sms):
     ],
 )
 def test_parts_on_an_h200(seqlen_k, heads, heads_k, parts):
-    asked = problem(batch=1, seqlen_k=seqlen_k, heads=heads, heads_k=heads_k)
+    asked = problem(batch=1, seqlen_k=seqlen_k, heads=heads, heads_k=heads_k, right=None)
     assert plan.head_parts(asked, GRADIENTS, 132) == parts
+
+
+@pytest.mark.parametrize(
+    ("length", "heads", "heads_k", "parts", "deterministic_parts"),
+    [
+        (8192, 16, 16, 1, 1),  # nothing to split
+        # 256 tiles of up to 1024 steps, 988 an SM on average: from the longest to the shortest they fill the SMs, the
+        # other way round the longest, which come last, are half of the time
+        (8192, 32, 4, 1, 3),
+        (4096, 32, 4, 2, 4),  # 128 tiles: the longest are twice the average
+        (2048, 32, 4, 4, 4),
+        (128, 40, 1, 40, 40),
+    ],
+)
+def test_parts_of_causal_heads_on_an_h200(length, heads, heads_k, parts, deterministic_parts):
+    asked = problem(batch=1, seqlen_q=length, seqlen_k=length, heads=heads, heads_k=heads_k)
+    config = replace(GRADIENTS, right_bound=True)
+    assert plan.head_parts(asked, config, 132) == parts
+    assert plan.head_parts(asked, replace(config, deterministic=True), 132) == deterministic_parts
 
 
 def dealt(pieces, sms):
@@ -331,7 +394,7 @@ def test_tails_on_an_h200(facts, tail):
 def test_sections_of_gradients_keep_queries_and_sums_in_l2():
     def sections(head_dim=128, deterministic=False, **facts):
         config = BackwardConfig("bfloat16", head_dim, head_dim, True, 64, 2, deterministic)
-        return plan.backward_heads_per_section(problem(**facts), config)
+        return plan.backward_heads_per_section(problem(**facts), config, 1, 60)
 
     # A row of Q and dO in 2 bytes and of dQ's sums in 4: 1024 bytes at head_dim 128. 1000 of them in 4 query heads are
     # 4 MB a K/V head: 8 in 32 MiB

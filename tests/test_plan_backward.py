@@ -2,6 +2,7 @@
 
 import itertools
 from collections import defaultdict
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
@@ -163,6 +164,7 @@ def test_cases_for_the_gpu_meet_whole_and_split_heads():
         config = plan.backward_config(static, plan.choose_backward(static))
         kernel = static, plan.unused_columns(case, config)
         group = case.heads // case.heads_k
-        problem = SimpleNamespace(batch=case.batch, heads_k=case.heads_k, seqlen_k=case.seqlen_k, group=group)
+        right = 0 if case.causal else case.window_size[1] if case.window_size[1] >= 0 else None
+        problem = SimpleNamespace(**asdict(case) | {"group": group, "right": right})
         found[kernel].add(plan.head_parts(problem, config, 132) > 1)
     assert {kernel: kinds for kernel, kinds in found.items() if kinds != {False, True}} == {}
