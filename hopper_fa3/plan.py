@@ -127,7 +127,7 @@ TAIL_GAIN = 0.99
 PART_STEPS = 8
 ADD_STEPS = 1
 SHORTEST_PART = 8  # steps
-SECTION_TILES = 90  # percent of the SMs that one section must occupy: 128 tiles are enough for 132
+SECTION_TILES = 90  # percent of the SMs that a section must occupy: 128 tiles are enough for 132
 INDEX_LIMIT = 2**31  # the kernels count in 32 bits
 
 
@@ -277,7 +277,8 @@ def backward_heads_per_section(problem, config, parts, sms):
     bound. ``parts``: head_parts.
 
     At least as many as have a tile for (nearly) every SM. With fewer several sections run at once anyway, and the
-    longest tile of the last one starts late: a launch of 4 K/V heads of 64 tiles took half as long again.
+    longest tile of the last one starts late: 4 K/V heads of 64 tiles each, dealt out one by one, take half as long
+    again.
     """
     if problem.right is None and not config.turns:
         return 1
