@@ -148,10 +148,14 @@ def tma_reads(tensor):
 
 
 def canonical(tensor):
-    """The same view with plain strides for dimensions of size 1, whose stride means nothing."""
+    """The same view with plain strides for dimensions of size 1, whose stride means nothing; with the next dimension's
+    where a plain one would be too long for a descriptor.
+    """
     strides, plain = [], 1
     for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
-        strides.append(plain if size == 1 else stride)
+        if size == 1:
+            stride = plain if plain < FARTHEST_ALONE or not strides else strides[-1]
+        strides.append(stride)
         plain *= size
     return tensor.as_strided(tensor.shape, strides[::-1])
 

@@ -115,6 +115,15 @@ def test_canonical_is_the_same_view(tensor):
     assert [found.stride(i) for i in ones] == [plain[i] for i in ones]
 
 
+@pytest.mark.parametrize("rows", [2**19 - 1, 2**19, 2**20])
+def test_one_long_sequence_needs_no_copy(rows):
+    """From 2**31 elements on the plain stride of a batch of one is more than a descriptor holds."""
+    tensor = torch.empty(1, rows, 32, 128, dtype=torch.bfloat16, device="meta")
+    for found in (launch.readable(tensor), launch.readable(tensor[0].unsqueeze(0)), launch.writable(tensor)):
+        assert launch.tma_reads(found) and found.shape == tensor.shape and found.stride()[1:] == tensor.stride()[1:]
+        assert found._base is tensor or found is tensor
+
+
 def tensors(seqlen_q=5, seqlen_k=7, heads=4, heads_k=2, batch=2, head_dim=16, head_dim_v=8):
     torch.manual_seed(0)
     shapes = ((seqlen_q, heads, head_dim), (seqlen_k, heads_k, head_dim), (seqlen_k, heads_k, head_dim_v))
