@@ -154,7 +154,7 @@ def canonical(tensor):
     strides, plain = [], 1
     for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
         if size == 1:
-            stride = plain if plain < FARTHEST_ALONE or not strides else strides[-1]
+            stride = plain if plain < FARTHEST_ALONE else strides[-1]
         strides.append(stride)
         plain *= size
     return tensor.as_strided(tensor.shape, strides[::-1])

@@ -204,8 +204,7 @@ class Bench:
 
     def compare(self, case, kind, launches):
         """The peers whose outputs are wrong, which are left out and named: a fast wrong kernel must not look like a
-        result. Wrong is who differs from ours where no more do than agree with it; else the case is
-        remembered.
+        result. Wrong is who differs from ours where no more do than agree with it; else the case is remembered.
         """
         others = [name for name in launches if name != "ours"] if "ours" in launches else []
         found = {name: apart(launches["ours"], launches[name]) for name in others}
