@@ -93,7 +93,7 @@ def flash_attn_func(
             alibi_slopes=alibi_slopes, score=score, mask=mask, block_mask=block_mask, out=out, plan=plan,
         )  # fmt: skip
         if problem.device.type == "cpu":
-            out, lse = reference.blockwise(problem, q, k, v, out=out)
+            out, lse = reference.blockwise(problem, q, k, v, sink=sink, alibi_slopes=alibi_slopes, out=out)
             return (out, lse) if return_attn_probs else out
         recipe = launch.prepare(problem, q, k, v, out=out, plan=plan, sm_margin=sm_margin, deterministic=deterministic)
         _remember(signature, recipe)
