@@ -1,7 +1,6 @@
 """What is asked: one attention call, validated. All errors have one style: the rule, then what was given."""
 
 import functools
-import numbers
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -9,8 +8,17 @@ import torch
 from torch.autograd import forward_ad
 
 from . import plan as planning
+from .checks import (
+    check_alibi_slopes,
+    check_sink,
+    checked_scale,
+    checked_softcap,
+    is_integer,
+    name_of,
+    require_tensor,
+    shown,
+)
 
-SCALE_LIMIT = 2.0**127  # the kernel works in base 2: scale * log2(e) must be finite in float32
 TILE_ROWS = 64  # queries of the smallest tile that a kernel may use
 # A tile index has 32 bits, and a CTA stops at one that may be a whole grid (an SM a CTA) past the last tile.
 TOO_MANY_TILES = 2**31 - 2**12
@@ -53,18 +61,26 @@ ILLEGAL = (
     Illegal("sm_margin", ANY_COUNT, (), ValueError, "sm_margin must be an integer of at least 0"),
     Illegal("remaining_sms", ANY_COUNT[1:], ON_CUDA, ValueError, "the device's SMs minus sm_margin must be at least 1"),
     Illegal(
-        "left", (None,), (), NOT_BUILT,
-        "the left side of window_size must be open or at least seqlen_k - 1 (windows are not built yet)",
+        "left", (None,), ON_CUDA, NOT_BUILT,
+        "the left side of window_size must be open or at least seqlen_k - 1 on CUDA (windows are not built yet)",
     ),
     Illegal("num_splits", (0, 1), (), NOT_BUILT, "num_splits must be 0 or 1 (splitting is not built yet)"),
     Illegal("pack_gqa", (None, False), (), NOT_BUILT, "pack_gqa must be None or False (packing is not built yet)"),
-    Illegal("attention_chunk", (0,), (), NOT_BUILT, "attention_chunk must be 0 (not built yet)"),
-    Illegal("softcap", (0.0,), (), NOT_BUILT, "softcap must be 0.0 (not built yet)"),
+    Illegal(
+        "attention_chunk", (0,), ON_CUDA, NOT_BUILT,
+        "attention_chunk must be 0 on CUDA where it hides a key (not built yet)",
+    ),
+    Illegal("softcap", (0.0,), ON_CUDA, NOT_BUILT, "softcap must be 0.0 on CUDA (not built yet)"),
+    *(
+        Illegal(name, (None,), ON_CUDA, NOT_BUILT, f"{name} must be None on CUDA (not built yet)")
+        for name in ("sink", "alibi_slopes")
+    ),
     *(
         Illegal(name, (None,), (), NOT_BUILT, f"{name} must be None (not built yet)")
-        for name in (
-            "qv", "q_descale", "k_descale", "v_descale", "sink", "alibi_slopes", "score", "mask", "block_mask",
-        )
+        for name in ("qv", "q_descale", "k_descale", "v_descale", "score", "mask", "block_mask")
+    ),
+    Illegal(
+        "slopes_gradient", (False,), (), NOT_BUILT, "alibi_slopes must not require grad (their gradient is not built)"
     ),
     Illegal(
         "tangent", (False,), ON_CUDA, NOT_BUILT,
@@ -72,7 +88,7 @@ ILLEGAL = (
     ),
     Illegal(
         "out", (None,), (("requires_grad", True),), ValueError,
-        "out must be None where q, k or v requires grad (results are written in place)",
+        "out must be None where q, k, v or sink requires grad (results are written in place)",
     ),
 )  # fmt: skip
 
@@ -115,6 +131,10 @@ class Problem:
     softmax_scale: float
     left: int | None  # query i sees keys from i + seqlen_k - seqlen_q - left on; None: from the first
     right: int | None  # ... up to i + seqlen_k - seqlen_q + right; None: up to the last; causal: 0
+    attention_chunk: int = 0  # ... and of the chunk of this many keys that i + seqlen_k - seqlen_q lies in; 0: of all
+    softcap: float = 0.0  # scores lie within plus and minus this; 0: anywhere
+    has_sink: bool = False  # tensors are passed beside q, k and v
+    has_alibi: bool = False
 
     @classmethod
     def from_tensors(
@@ -132,31 +152,37 @@ class Problem:
         """
         _check_shapes(q, k, v)
         if not isinstance(deterministic, int):
-            raise TypeError(f"deterministic must be True or False, got {_shown(deterministic)}")
+            raise TypeError(f"deterministic must be True or False, got {shown(deterministic)}")
         batch, seqlen_q, heads, head_dim = q.shape
         _, seqlen_k, heads_k, head_dim_v = v.shape
         left, right = bounds(window_size, causal, seqlen_q, seqlen_k)
+        chunk, left, right = chunked(attention_chunk, left, right, seqlen_q, seqlen_k)
+        softcap = checked_softcap(softcap)
+        check_sink(sink, q)
+        check_alibi_slopes(alibi_slopes, q)
+        inputs = (q, k, v) if sink is None else (q, k, v, sink)  # of the gradients
         on_cuda = q.device.type == "cuda"
         sms = multiprocessors(q.device) if on_cuda else None
         facts = {
             "device": q.device.type, "architecture": architecture(q.device) if on_cuda else None,
             "dtype": name_of(q.dtype), "head_dim": head_dim, "head_dim_v": head_dim_v,
             "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "tiles": batch * heads * -(-seqlen_q // TILE_ROWS),
-            "sm_margin": sm_margin, "remaining_sms": sms - sm_margin if on_cuda and _is_integer(sm_margin) else None,
-            "left": left, "num_splits": num_splits, "pack_gqa": pack_gqa, "attention_chunk": attention_chunk,
+            "sm_margin": sm_margin, "remaining_sms": sms - sm_margin if on_cuda and is_integer(sm_margin) else None,
+            "left": left, "num_splits": num_splits, "pack_gqa": pack_gqa, "attention_chunk": chunk,
             "softcap": softcap, "qv": qv, "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale,
             "sink": sink, "alibi_slopes": alibi_slopes, "score": score, "mask": mask, "block_mask": block_mask,
-            "out": out,
-            "requires_grad": torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (q, k, v)),
+            "slopes_gradient": torch.is_grad_enabled() and alibi_slopes is not None and alibi_slopes.requires_grad,
+            "out": out, "requires_grad": torch.is_grad_enabled() and any(x.requires_grad for x in inputs),
             "tangent": forward_ad._current_level >= 0 and any(map(_has_tangent, (q, k, v))),
         }  # fmt: skip
         refuse_illegal(facts)
         if on_cuda:
             _check_memory(q=q, k=k, v=v, out=out)
-        scale = head_dim**-0.5 if softmax_scale is None else _checked_scale(softmax_scale)
+        scale = head_dim**-0.5 if softmax_scale is None else checked_scale(softmax_scale)
         problem = cls(
-            q.device, q.dtype, batch, seqlen_q, seqlen_k, heads, heads_k, head_dim, head_dim_v, scale, left, right
-        )
+            q.device, q.dtype, batch, seqlen_q, seqlen_k, heads, heads_k, head_dim, head_dim_v, scale, left, right,
+            chunk, softcap, sink is not None, alibi_slopes is not None,
+        )  # fmt: skip
         if out is not None:
             _check_out(out, problem)
         if plan is not None:
@@ -194,19 +220,19 @@ def refuse_illegal(facts):
         value = facts[row.fact]
         applies = all(facts[fact] == required for fact, required in row.where)
         if applies and not _among(value, row.legal):
-            raise row.error(f"{row.rule}, got {_shown(value)}")
+            raise row.error(f"{row.rule}, got {shown(value)}")
 
 
 def bounds(window_size, causal, seqlen_q, seqlen_k):
     """``(left, right)`` of the visibility rule, None for a side that hides no key of these lengths."""
     if not isinstance(causal, int):  # a tensor could change its value under the memo of api.py
-        raise TypeError(f"causal must be True or False, got {_shown(causal)}")
+        raise TypeError(f"causal must be True or False, got {shown(causal)}")
     if not isinstance(window_size, (tuple, list)):
-        raise TypeError(f"window_size must be a pair (left, right), got {_shown(window_size)}")
+        raise TypeError(f"window_size must be a pair (left, right), got {shown(window_size)}")
     if len(window_size) != 2:
         raise ValueError(f"window_size must be a pair (left, right), got {len(window_size)} values")
     for side in window_size:
-        if side is not None and not (_is_integer(side) and side >= -1):
+        if side is not None and not (is_integer(side) and side >= -1):
             raise ValueError(f"each side of window_size must be None, -1 or at least 0, got {tuple(window_size)}")
     left, right = (None if side in (None, -1) else side for side in window_size)
     right = 0 if causal else right
@@ -214,6 +240,17 @@ def bounds(window_size, causal, seqlen_q, seqlen_k):
     left = None if left is None or left >= seqlen_k - 1 else left
     right = None if right is None or right >= seqlen_q - 1 else right
     return left, right
+
+
+def chunked(attention_chunk, left, right, seqlen_q, seqlen_k):
+    """``(attention_chunk, left, right)`` without what hides no key: 0 for no chunks, None for an open side."""
+    if not (is_integer(attention_chunk) and attention_chunk in ANY_COUNT):
+        raise ValueError(f"attention_chunk must be an integer of at least 0, got {shown(attention_chunk)}")
+    # A query that stands before the first key shares no chunk with any key.
+    if attention_chunk == 0 or seqlen_q <= seqlen_k <= attention_chunk:
+        return 0, left, right
+    left, right = (None if side is not None and side >= attention_chunk - 1 else side for side in (left, right))
+    return attention_chunk, left, right
 
 
 @functools.cache
@@ -229,14 +266,9 @@ def multiprocessors(device):
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def name_of(dtype):
-    """``"bfloat16"`` for torch.bfloat16."""
-    return str(dtype).removeprefix("torch.")
-
-
 def split_packed(qkv, num_heads_q=None):
     """``(q, k, v)``, views of one packed tensor of either layout that flash_attn_qkvpacked_func takes."""
-    _require_tensor("qkv", qkv)
+    require_tensor("qkv", qkv)
     if qkv.dim() == 5 and qkv.shape[2] == 3:
         if num_heads_q not in (None, qkv.shape[3]):
             raise ValueError(f"num_heads_q must be the {qkv.shape[3]} heads of a 5-D qkv or None, got {num_heads_q}")
@@ -247,9 +279,9 @@ def split_packed(qkv, num_heads_q=None):
             f", got {tuple(qkv.shape)}"
         )
     heads = qkv.shape[2]
-    if not (_is_integer(num_heads_q) and 0 < num_heads_q < heads and (heads - num_heads_q) % 2 == 0):
+    if not (is_integer(num_heads_q) and 0 < num_heads_q < heads and (heads - num_heads_q) % 2 == 0):
         rule = f"num_heads_q must leave an even number of the {heads} heads of a 4-D qkv to k and v"
-        raise ValueError(f"{rule}, got {_shown(num_heads_q)}")
+        raise ValueError(f"{rule}, got {shown(num_heads_q)}")
     heads_k = (heads - num_heads_q) // 2
     return qkv.split((num_heads_q, heads_k, heads_k), 2)
 
@@ -257,7 +289,7 @@ def split_packed(qkv, num_heads_q=None):
 def check_states(out_a, lse_a, out_b, lse_b):
     """Raise where the arguments of merge_states do not fit each other."""
     for name, tensor in (("out_a", out_a), ("lse_a", lse_a), ("out_b", out_b), ("lse_b", lse_b)):
-        _require_tensor(name, tensor)
+        require_tensor(name, tensor)
         if not tensor.is_floating_point():
             raise TypeError(f"{name} must be floating point, got {name_of(tensor.dtype)}")
     for name in ("dtype", "device"):
@@ -285,7 +317,7 @@ def _check_shapes(q, k, v):
         "v": "(batch, seqlen_k, heads_k, head_dim_v)",
     }
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        _require_tensor(name, tensor)
+        require_tensor(name, tensor)
         if tensor.dim() != 4:
             raise ValueError(f"{name} must have shape {layouts[name]}, got {tuple(tensor.shape)}")
     for name, error in (("dtype", TypeError), ("device", RuntimeError)):
@@ -309,7 +341,7 @@ def _check_shapes(q, k, v):
 
 def _check_out(out, problem):
     """Raise where results cannot be written to ``out``."""
-    _require_tensor("out", out)
+    require_tensor("out", out)
     if out.dtype != problem.dtype:
         raise TypeError(f"out must have q's dtype {name_of(problem.dtype)}, got {name_of(out.dtype)}")
     expected = (problem.batch, problem.seqlen_q, problem.heads, problem.head_dim_v)
@@ -330,7 +362,7 @@ def _check_memory(**tensors):
     for name, tensor in tensors.items():
         if tensor is not None and tensor.numel() and not _address(tensor):
             raise TypeError(
-                f"{name} must have memory on CUDA (fake and wrapped tensors have none), got {_shown(tensor)}"
+                f"{name} must have memory on CUDA (fake and wrapped tensors have none), got {shown(tensor)}"
             )
 
 
@@ -348,39 +380,13 @@ def _address(tensor):
 def _check_plan(plan, problem):
     """Raise where ``plan`` is no plan, or on CUDA gives no legal kernel for the problem."""
     if not isinstance(plan, planning.Plan):
-        raise TypeError(f"plan must be a hopper_fa3.plan.Plan, got {_shown(plan)}")
+        raise TypeError(f"plan must be a hopper_fa3.plan.Plan, got {shown(plan)}")
     if problem.device.type == "cuda":
         planning.forward_config(problem.static, plan).check()
-
-
-def _checked_scale(softmax_scale):
-    if not isinstance(softmax_scale, numbers.Real):
-        raise TypeError(f"softmax_scale must be a number or None, got {_shown(softmax_scale)}")
-    if not abs(softmax_scale) < SCALE_LIMIT:  # also true for NaN
-        raise ValueError(f"softmax_scale must be finite and below 2**127 in magnitude, got {softmax_scale}")
-    return float(softmax_scale)
-
-
-def _require_tensor(name, value):
-    if not isinstance(value, torch.Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, got {_shown(value)}")
-    if value.layout != torch.strided or value.is_nested:
-        raise TypeError(f"{name} must be a dense tensor, got {'a nested one' if value.is_nested else value.layout}")
-
-
-def _is_integer(value):
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _among(value, legal):
     """True where value is one of the plain values in legal. Never compares a tensor, nor walks through a range."""
     if isinstance(legal, range):
-        return _is_integer(value) and value in legal
+        return is_integer(value) and value in legal
     return any(value is one for one in legal) or (isinstance(value, (int, float, str)) and value in legal)
-
-
-def _shown(value):
-    """How an error names what was given: plain values as they are, all else by its type."""
-    if isinstance(value, str):
-        return value
-    return repr(value) if value is None or isinstance(value, (int, float)) else type(value).__name__

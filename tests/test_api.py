@@ -165,8 +165,6 @@ def test_both_packed_layouts():
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ({"softcap": 2.0}, "softcap must be 0.0 (not built yet), got 2.0"),
-        ({"attention_chunk": 2}, "attention_chunk must be 0 (not built yet), got 2"),
         ({"q_descale": 2.0}, "q_descale must be None (not built yet), got 2.0"),
         ({"k_descale": 2.0}, "k_descale must be None (not built yet), got 2.0"),
         ({"v_descale": 2.0}, "v_descale must be None (not built yet), got 2.0"),
@@ -176,6 +174,14 @@ def test_both_packed_layouts():
 def test_packed_options_are_passed_on(option, message):
     with refused(NotImplementedError, message):
         flash_attn_qkvpacked_func(torch.zeros(1, 2, 3, 1, 8), **option)
+
+
+def test_options_of_scores_and_masks_are_passed_on():
+    qkv = torch.randn(2, 12, 3, 4, 8, generator=torch.Generator().manual_seed(0))
+    plain = flash_attn_qkvpacked_func(qkv)
+    for option in ({"softcap": 0.5}, {"attention_chunk": 5}, {"window_size": (2, 1)}):
+        given = flash_attn_qkvpacked_func(qkv, **option)
+        assert torch.equal(given, flash_attn_func(*qkv.unbind(2), **option)) and not torch.equal(given, plain)
 
 
 PACKED = "qkv must have shape (batch, seqlen, 3, heads, head_dim) or (batch, seqlen, heads_q + 2 heads_k, head_dim)"
@@ -204,10 +210,11 @@ def test_packed_input_is_a_tensor():
         flash_attn_qkvpacked_func(inputs())
 
 
-UNBUILT = ("qv", "q_descale", "k_descale", "v_descale", "sink", "alibi_slopes", "score", "mask", "block_mask")
+UNBUILT = ("qv", "q_descale", "k_descale", "v_descale", "score", "mask", "block_mask")
 REFUSED = {
-    **dict.fromkeys(UNBUILT, (2.0, NotImplementedError)), "window_size": ((3, 0), NotImplementedError),
-    "attention_chunk": (2, NotImplementedError), "softcap": (2.0, NotImplementedError),
+    **dict.fromkeys(UNBUILT, (2.0, NotImplementedError)), "window_size": ((-2, 0), ValueError),
+    "attention_chunk": (-1, ValueError), "softcap": (-2.0, ValueError), "sink": (2.0, TypeError),
+    "alibi_slopes": (2.0, TypeError),
     "num_splits": (2, NotImplementedError), "pack_gqa": (True, NotImplementedError), "sm_margin": (-1, ValueError),
     "softmax_scale": (math.nan, ValueError), "out": (2.0, TypeError), "plan": (2.0, TypeError),
 }  # fmt: skip
