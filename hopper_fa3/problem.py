@@ -68,7 +68,7 @@ ILLEGAL = (
     Illegal("sm_margin", ANY_COUNT, (), ValueError, "sm_margin must be an integer of at least 0"),
     Illegal("remaining_sms", ANY_COUNT[1:], ON_CUDA, ValueError, "the device's SMs minus sm_margin must be at least 1"),
     Illegal(
-        "left", (None,), (), NOT_BUILT,
+        "left", (None,), ON_CUDA, NOT_BUILT,
         "the left side of window_size must be open or at least seqlen_k - 1 (windows are not built yet)",
     ),
     Illegal("num_splits", (0, 1), (), NOT_BUILT, "num_splits must be 0 or 1 (splitting is not built yet)"),
