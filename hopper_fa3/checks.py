@@ -59,6 +59,12 @@ def _check_device(name, tensor, q):
         raise RuntimeError(f"{name} must be on q's device {q.device}, got {tensor.device}")
 
 
+def check_flag(name, value):
+    """Raise where a value is no flag."""
+    if not isinstance(value, int):  # a tensor could change its value under the memo of api.py
+        raise TypeError(f"{name} must be True or False, got {shown(value)}")
+
+
 def require_tensor(name, value):
     """Raise where ``value`` is no tensor with strides."""
     if not isinstance(value, torch.Tensor):

@@ -1,6 +1,7 @@
 """What is asked: one attention call, validated. All errors have one style: the rule, then what was given."""
 
 import functools
+import itertools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -10,6 +11,7 @@ from torch.autograd import forward_ad
 from . import plan as planning
 from .checks import (
     check_alibi_slopes,
+    check_flag,
     check_sink,
     checked_scale,
     checked_softcap,
@@ -24,7 +26,14 @@ TILE_ROWS = 64  # queries of the smallest tile that a kernel may use
 TOO_MANY_TILES = 2**31 - 2**12
 ANY_COUNT = range(2**63)
 NOT_BUILT = NotImplementedError
+# Of q, k and v: dimensions of one name have one size.
+LAYOUTS = (
+    ("batch", "seqlen_q", "heads", "head_dim"),
+    ("batch", "seqlen_k", "heads_k", "head_dim"),
+    ("batch", "seqlen_k", "heads_k", "head_dim_v"),
+)
 ON_CPU, ON_CUDA = (("device", "cpu"),), (("device", "cuda"),)
+PACKED = (("packed", True),)
 
 
 class Illegal(NamedTuple):
@@ -37,8 +46,8 @@ class Illegal(NamedTuple):
     rule: str  # the message is "{rule}, got {value}"
 
 
-# Every combination that is refused. The facts are the plain values that Problem.from_tensors collects; rows are checked
-# in order.
+# Every combination that is refused. The facts are the plain values that from_tensors of a Problem or of a PackedProblem
+# collects; rows are checked in order, those of a fact that the call does not have are not.
 ILLEGAL = (
     Illegal("device", ("cpu", "cuda"), (), RuntimeError, "device must be the CPU or a CUDA GPU"),
     Illegal("architecture", ("sm_90",), ON_CUDA, RuntimeError, "the CUDA device must be sm_90 (H100, H200)"),
@@ -58,6 +67,14 @@ ILLEGAL = (
         "tiles", range(TOO_MANY_TILES), ON_CUDA, ValueError,
         "batch * heads * ceil(seqlen_q / 64) must be less than 2**31 - 2**12",
     ),
+    # Rows of packed tensors are counted in 32 bits, too. Only the device knows the sequences' lengths: each adds less
+    # than one tile to those that total_q fills.
+    Illegal("total_q", range(2**30), ON_CUDA, ValueError, "total_q must be less than 2**30"),
+    Illegal("total_k", range(2**30), ON_CUDA, ValueError, "total_k must be less than 2**30"),
+    Illegal(
+        "packed_tiles", range(TOO_MANY_TILES), ON_CUDA, ValueError,
+        "heads * (batch + ceil(total_q / 64)) must be less than 2**31 - 2**12",
+    ),
     Illegal("sm_margin", ANY_COUNT, (), ValueError, "sm_margin must be an integer of at least 0"),
     Illegal("remaining_sms", ANY_COUNT[1:], ON_CUDA, ValueError, "the device's SMs minus sm_margin must be at least 1"),
     Illegal(
@@ -76,8 +93,12 @@ ILLEGAL = (
         for name in ("sink", "alibi_slopes")
     ),
     *(
+        Illegal(name, legal, PACKED, NOT_BUILT, f"{name} must be {legal[0]} for packed sequences (not built yet)")
+        for name, legal in (("attention_chunk", (0,)), ("softcap", (0.0,)), ("sink", (None,)), ("alibi_slopes", (None,)))
+    ),
+    *(
         Illegal(name, (None,), (), NOT_BUILT, f"{name} must be None (not built yet)")
-        for name in ("qv", "q_descale", "k_descale", "v_descale", "score", "mask", "block_mask")
+        for name in ("qv", "q_descale", "k_descale", "v_descale", "score", "mask", "block_mask", "page_table")
     ),
     Illegal(
         "slopes_gradient", (False,), (), NOT_BUILT, "alibi_slopes must not require grad (their gradient is not built)"
@@ -150,9 +171,8 @@ class Problem:
         Raises TypeError for dtypes and for what is no tensor or plan, ValueError for shapes and values,
         NotImplementedError for features that are not built yet, RuntimeError for the device.
         """
-        _check_shapes(q, k, v)
-        if not isinstance(deterministic, int):
-            raise TypeError(f"deterministic must be True or False, got {shown(deterministic)}")
+        check_shapes(q, k, v, LAYOUTS)
+        check_flag("deterministic", deterministic)
         batch, seqlen_q, heads, head_dim = q.shape
         _, seqlen_k, heads_k, head_dim_v = v.shape
         left, right = bounds(window_size, causal, seqlen_q, seqlen_k)
@@ -160,33 +180,23 @@ class Problem:
         softcap = checked_softcap(softcap)
         check_sink(sink, q)
         check_alibi_slopes(alibi_slopes, q)
-        inputs = (q, k, v) if sink is None else (q, k, v, sink)  # of the gradients
-        on_cuda = q.device.type == "cuda"
-        sms = multiprocessors(q.device) if on_cuda else None
-        facts = {
-            "device": q.device.type, "architecture": architecture(q.device) if on_cuda else None,
-            "dtype": name_of(q.dtype), "head_dim": head_dim, "head_dim_v": head_dim_v,
-            "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "tiles": batch * heads * -(-seqlen_q // TILE_ROWS),
-            "sm_margin": sm_margin, "remaining_sms": sms - sm_margin if on_cuda and is_integer(sm_margin) else None,
+        facts = tensor_facts(q, k, v, sm_margin, sink) | {
+            "packed": False, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "tiles": batch * heads * -(-seqlen_q // TILE_ROWS),
             "left": left, "num_splits": num_splits, "pack_gqa": pack_gqa, "attention_chunk": chunk,
             "softcap": softcap, "qv": qv, "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale,
             "sink": sink, "alibi_slopes": alibi_slopes, "score": score, "mask": mask, "block_mask": block_mask,
             "slopes_gradient": torch.is_grad_enabled() and alibi_slopes is not None and alibi_slopes.requires_grad,
-            "out": out, "requires_grad": torch.is_grad_enabled() and any(x.requires_grad for x in inputs),
-            "tangent": forward_ad._current_level >= 0 and any(map(_has_tangent, (q, k, v))),
+            "out": out,
         }  # fmt: skip
         refuse_illegal(facts)
-        if on_cuda:
-            _check_memory(q=q, k=k, v=v, out=out)
+        check_memory(q, k=k, v=v, out=out)
         scale = head_dim**-0.5 if softmax_scale is None else checked_scale(softmax_scale)
         problem = cls(
             q.device, q.dtype, batch, seqlen_q, seqlen_k, heads, heads_k, head_dim, head_dim_v, scale, left, right,
             chunk, softcap, sink is not None, alibi_slopes is not None,
         )  # fmt: skip
-        if out is not None:
-            _check_out(out, problem)
-        if plan is not None:
-            _check_plan(plan, problem)
+        check_out(out, problem)
+        check_plan(plan, problem)
         return problem
 
     @property
@@ -195,28 +205,59 @@ class Problem:
         return self.heads // self.heads_k
 
     @property
+    def out_shape(self):
+        """That of the result."""
+        return self.batch, self.seqlen_q, self.heads, self.head_dim_v
+
+    @property
     def static(self):
         """The part of a CUDA problem that the kernel is compiled for."""
-        return Static(
-            dtype=name_of(self.dtype),
-            head_dim=planning.tile_class(self.head_dim),
-            head_dim_v=planning.tile_class(self.head_dim_v),
-            right_bound=self.right is not None,
-            left_bound=self.left is not None,
-            negative_scale=self.softmax_scale < 0,
-        )
+        return static_of(self)
 
     def backward_static(self, lse_gradient, deterministic):
         """The same for the gradients of a CUDA problem; the sign of the scale changes nothing in them."""
-        static = self.static
-        return BackwardStatic(
-            static.dtype, static.head_dim, static.head_dim_v, static.right_bound, lse_gradient, deterministic
-        )
+        return backward_static_of(self, lse_gradient, deterministic)
+
+
+def static_of(problem):
+    """The Static of a Problem or PackedProblem."""
+    return Static(
+        dtype=name_of(problem.dtype),
+        head_dim=planning.tile_class(problem.head_dim),
+        head_dim_v=planning.tile_class(problem.head_dim_v),
+        right_bound=problem.right is not None,
+        left_bound=problem.left is not None,
+        negative_scale=problem.softmax_scale < 0,
+    )
+
+
+def backward_static_of(problem, lse_gradient, deterministic):
+    """The BackwardStatic of a Problem or PackedProblem."""
+    static = static_of(problem)
+    return BackwardStatic(
+        static.dtype, static.head_dim, static.head_dim_v, static.right_bound, lse_gradient, deterministic
+    )
+
+
+def tensor_facts(q, k, v, sm_margin, sink=None):
+    """Facts for ILLEGAL that every call has, of its tensors and their device."""
+    inputs = (q, k, v) if sink is None else (q, k, v, sink)  # of the gradients
+    on_cuda = q.device.type == "cuda"
+    sms = multiprocessors(q.device) if on_cuda else None
+    return {
+        "device": q.device.type, "architecture": architecture(q.device) if on_cuda else None,
+        "dtype": name_of(q.dtype), "head_dim": q.shape[-1], "head_dim_v": v.shape[-1], "sm_margin": sm_margin,
+        "remaining_sms": sms - sm_margin if on_cuda and is_integer(sm_margin) else None,
+        "requires_grad": torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs),
+        "tangent": forward_ad._current_level >= 0 and any(map(_has_tangent, (q, k, v))),
+    }  # fmt: skip
 
 
 def refuse_illegal(facts):
     """Raise for the first row of ILLEGAL that the facts (a dict of plain values, device facts among them) break."""
     for row in ILLEGAL:
+        if row.fact not in facts:
+            continue
         value = facts[row.fact]
         applies = all(facts[fact] == required for fact, required in row.where)
         if applies and not _among(value, row.legal):
@@ -225,8 +266,7 @@ def refuse_illegal(facts):
 
 def bounds(window_size, causal, seqlen_q, seqlen_k):
     """``(left, right)`` of the visibility rule, None for a side that hides no key of these lengths."""
-    if not isinstance(causal, int):  # a tensor could change its value under the memo of api.py
-        raise TypeError(f"causal must be True or False, got {shown(causal)}")
+    check_flag("causal", causal)
     if not isinstance(window_size, (tuple, list)):
         raise TypeError(f"window_size must be a pair (left, right), got {shown(window_size)}")
     if len(window_size) != 2:
@@ -309,44 +349,36 @@ def check_states(out_a, lse_a, out_b, lse_b):
         )
 
 
-def _check_shapes(q, k, v):
-    """Raise where q, k and v are not three tensors that fit each other."""
-    layouts = {
-        "q": "(batch, seqlen_q, heads, head_dim)",
-        "k": "(batch, seqlen_k, heads_k, head_dim)",
-        "v": "(batch, seqlen_k, heads_k, head_dim_v)",
-    }
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
+def check_shapes(q, k, v, layouts):
+    """Raise where q, k and v are not three tensors that fit each other. ``layouts``: the names of their dimensions."""
+    given = tuple(zip("qkv", (q, k, v), layouts, strict=True))
+    for name, tensor, layout in given:
         require_tensor(name, tensor)
-        if tensor.dim() != 4:
-            raise ValueError(f"{name} must have shape {layouts[name]}, got {tuple(tensor.shape)}")
+        if tensor.dim() != len(layout):
+            raise ValueError(f"{name} must have shape ({', '.join(layout)}), got {tuple(tensor.shape)}")
     for name, error in (("dtype", TypeError), ("device", RuntimeError)):
-        given = [getattr(tensor, name) for tensor in (q, k, v)]
-        if len(set(given)) > 1:
-            raise error(f"q, k and v must have one {name}, got {given[0]}, {given[1]} and {given[2]}")
-    same = (
-        ("q and k", "batch", q.shape[0], k.shape[0]),
-        ("k and v", "batch", k.shape[0], v.shape[0]),
-        ("k and v", "seqlen_k", k.shape[1], v.shape[1]),
-        ("k and v", "heads_k", k.shape[2], v.shape[2]),
-        ("q and k", "head_dim", q.shape[3], k.shape[3]),
-    )
-    for names, what, a, b in same:
-        if a != b:
-            raise ValueError(f"{names} must have the same {what}, got {a} and {b}")
-    heads, heads_k = q.shape[2], k.shape[2]
+        found = [getattr(tensor, name) for tensor in (q, k, v)]
+        if len(set(found)) > 1:
+            raise error(f"q, k and v must have one {name}, got {found[0]}, {found[1]} and {found[2]}")
+    for (name, tensor, layout), (other, beside, names) in itertools.pairwise(given):
+        for what in (each for each in layout if each in names):
+            a, b = tensor.shape[layout.index(what)], beside.shape[names.index(what)]
+            if a != b:
+                raise ValueError(f"{name} and {other} must have the same {what}, got {a} and {b}")
+    heads, heads_k = q.shape[-2], k.shape[-2]
     if heads_k == 0 or heads % heads_k:
         raise ValueError(f"heads must be a multiple of heads_k, which is at least 1, got {heads} and {heads_k}")
 
 
-def _check_out(out, problem):
-    """Raise where results cannot be written to ``out``."""
+def check_out(out, problem):
+    """Raise where results cannot be written to ``out``, unless it is None."""
+    if out is None:
+        return
     require_tensor("out", out)
     if out.dtype != problem.dtype:
         raise TypeError(f"out must have q's dtype {name_of(problem.dtype)}, got {name_of(out.dtype)}")
-    expected = (problem.batch, problem.seqlen_q, problem.heads, problem.head_dim_v)
-    if tuple(out.shape) != expected:
-        raise ValueError(f"out must have shape {expected}, got {tuple(out.shape)}")
+    if tuple(out.shape) != problem.out_shape:
+        raise ValueError(f"out must have shape {problem.out_shape}, got {tuple(out.shape)}")
     if out.device != problem.device:
         raise ValueError(f"out must be on q's device {problem.device}, got {out.device}")
     if out.requires_grad and torch.is_grad_enabled():
@@ -355,11 +387,13 @@ def _check_out(out, problem):
         raise ValueError(f"out must have an address of its own for every element, got strides {out.stride()}")
 
 
-def _check_memory(**tensors):
-    """Raise for the first tensor whose elements have no address: a kernel would take null for one, and the fault that
-    follows ends the whole process's use of the GPU.
+def check_memory(q, **others):
+    """Raise on CUDA for the first tensor whose elements have no address: a kernel would take null for one, and the
+    fault that follows ends the whole process's use of the GPU. ``others``: tensors beside q, or None.
     """
-    for name, tensor in tensors.items():
+    if q.device.type != "cuda":
+        return
+    for name, tensor in {"q": q, **others}.items():
         if tensor is not None and tensor.numel() and not _address(tensor):
             raise TypeError(
                 f"{name} must have memory on CUDA (fake and wrapped tensors have none), got {shown(tensor)}"
@@ -377,8 +411,10 @@ def _address(tensor):
         return 0
 
 
-def _check_plan(plan, problem):
-    """Raise where ``plan`` is no plan, or on CUDA gives no legal kernel for the problem."""
+def check_plan(plan, problem):
+    """Raise where ``plan`` is neither None nor a plan, or on CUDA gives no legal kernel for the problem."""
+    if plan is None:
+        return
     if not isinstance(plan, planning.Plan):
         raise TypeError(f"plan must be a hopper_fa3.plan.Plan, got {shown(plan)}")
     if problem.device.type == "cuda":

@@ -44,7 +44,8 @@ LEGAL = {
     "seqlen_k": 7, "tiles": 8, "sm_margin": 0, "remaining_sms": None, "left": None, "num_splits": 1, "pack_gqa": None,
     "attention_chunk": 0, "softcap": 0.0, "qv": None, "q_descale": None, "k_descale": None, "v_descale": None,
     "sink": None, "alibi_slopes": None, "score": None, "mask": None, "block_mask": None, "out": None,
-    "slopes_gradient": False, "requires_grad": False, "tangent": False,
+    "slopes_gradient": False, "requires_grad": False, "tangent": False, "packed": False, "total_q": 5, "total_k": 7,
+    "packed_tiles": 12, "page_table": None,
 }  # fmt: skip
 CUDA = {"device": "cuda", "architecture": "sm_90", "remaining_sms": SMS}
 GRAD = {"requires_grad": True}
@@ -70,6 +71,10 @@ ROWS = (
     ("seqlen_k", CUDA | {"seqlen_k": 2**30}, ValueError, "seqlen_k must be less than 2**30, got 1073741824"),
     ("tiles", CUDA | {"tiles": 2**31 - 2**12}, ValueError,
      "batch * heads * ceil(seqlen_q / 64) must be less than 2**31 - 2**12, got 2147479552"),
+    ("total_q", CUDA | {"total_q": 2**30}, ValueError, "total_q must be less than 2**30, got 1073741824"),
+    ("total_k", CUDA | {"total_k": 2**30}, ValueError, "total_k must be less than 2**30, got 1073741824"),
+    ("packed_tiles", CUDA | {"packed_tiles": 2**31 - 2**12}, ValueError,
+     "heads * (batch + ceil(total_q / 64)) must be less than 2**31 - 2**12, got 2147479552"),
     ("sm_margin", {"sm_margin": -1}, ValueError, "sm_margin must be an integer of at least 0, got -1"),
     ("remaining_sms", CUDA | {"remaining_sms": 0}, ValueError,
      "the device's SMs minus sm_margin must be at least 1, got 0"),
@@ -83,8 +88,13 @@ ROWS = (
      "softcap must be 0.0 on CUDA (not built yet), got 15.0"),
     *((name, CUDA | {name: torch.ones(2)}, NotImplementedError,
        f"{name} must be None on CUDA (not built yet), got Tensor") for name in ("sink", "alibi_slopes")),
+    *((name, {"packed": True, name: given}, NotImplementedError,
+       f"{name} must be {legal} for packed sequences (not built yet), got {given}")
+      for name, given, legal in (("attention_chunk", 64, 0), ("softcap", 15.0, 0.0))),
+    *((name, {"packed": True, name: torch.ones(2)}, NotImplementedError,
+       f"{name} must be None for packed sequences (not built yet), got Tensor") for name in ("sink", "alibi_slopes")),
     *((name, {name: torch.ones(2)}, NotImplementedError, f"{name} must be None (not built yet), got Tensor")
-      for name in ("qv", "q_descale", "k_descale", "v_descale", "score", "mask", "block_mask")),
+      for name in ("qv", "q_descale", "k_descale", "v_descale", "score", "mask", "block_mask", "page_table")),
     ("slopes_gradient", {"slopes_gradient": True}, NotImplementedError, f"{SLOPES}, got True"),
     ("tangent", CUDA | {"tangent": True}, NotImplementedError,
      "q, k and v must have no tangent on CUDA (forward-mode derivatives are not built), got True"),
@@ -213,7 +223,8 @@ def test_a_call_with_an_illegal_option(options, error, message):
 
 def test_every_option_that_is_not_built_is_refused_by_a_call():
     unbuilt = {row.fact for row in ILLEGAL if row.error is NotImplementedError}
-    others = {"left": "window_size", "slopes_gradient": "alibi_slopes", "tangent": None}  # facts that are no options
+    # Facts that are no options, and one that only packed calls have
+    others = {"left": "window_size", "slopes_gradient": "alibi_slopes", "tangent": None, "page_table": None}
     options = {others.get(fact, fact) for fact in unbuilt} - {None}
     calls = [(options, error) for options, error, _ in CALLS] + [(options, error) for _, options, error, _ in ON_CUDA]
     assert options <= {next(iter(given)) for given, error in calls if given and error is NotImplementedError}

@@ -1,0 +1,126 @@
+"""Cases of packed sequences: a case makes its inputs, name and the oracle's results. Tests on both devices import them."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from cases import bounds
+
+from hopper_fa3.reference_packed import Lengths, standard_packed
+
+NAN = float("nan")
+
+
+class Inputs(NamedTuple):
+    """The positional arguments of flash_attn_varlen_func."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    cu_seqlens_q: torch.Tensor
+    cu_seqlens_k: torch.Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+    seqused_q: torch.Tensor | None
+    seqused_k: torch.Tensor | None
+
+    @property
+    def lengths(self):
+        """What the CPU path takes; read from the device where it is not the CPU."""
+        given = (self.cu_seqlens_q, self.cu_seqlens_k, self.seqused_q, self.seqused_k)
+        return Lengths(*(None if x is None else x.cpu() for x in given))
+
+
+@dataclass(frozen=True)
+class PackedCase:
+    """One call of flash_attn_varlen_func.
+
+    Sequence b has ``lengths_q[b]`` queries and ``lengths_k[b]`` keys, of which it uses the first ``used_q[b]`` and
+    ``used_k[b]`` (None: all). ``before`` and ``behind``: rows of q and of k in front of the first sequence and after the
+    last. Rows that no sequence uses are NaN. ``mix`` names the lengths.
+    """
+
+    mix: str
+    lengths_q: tuple
+    lengths_k: tuple
+    used_q: tuple | None = None
+    used_k: tuple | None = None
+    before: tuple = (0, 0)
+    behind: tuple = (0, 0)
+    heads: int = 2
+    heads_k: int = 1
+    head_dim: int = 128
+    head_dim_v: int = 128
+    dtype: str = "bfloat16"
+    causal: bool = False
+    window_size: tuple = (-1, -1)
+    softmax_scale: float | None = None
+    seed: int = 0
+
+    @property
+    def name(self):
+        """The whole case but the seed, as a test identifier."""
+        window = "dense" if self.window_size == (-1, -1) else "window{}_{}".format(*self.window_size)
+        scale = "" if self.softmax_scale is None else f"-scale{self.softmax_scale:.4g}"
+        shape = f"{self.mix}-h{self.heads}_{self.heads_k}-d{self.head_dim}_{self.head_dim_v}"
+        return f"{self.dtype}-{shape}-{'causal' if self.causal else window}{scale}"
+
+    @property
+    def options(self):
+        """The keywords of flash_attn_varlen_func that this case sets."""
+        return {"softmax_scale": self.softmax_scale, "causal": self.causal, "window_size": self.window_size}
+
+    def inputs(self, device="cpu"):
+        """The arguments, with normal entries. Drawn on the CPU: a seed means the same numbers on every device."""
+        generator = torch.Generator().manual_seed(self.seed)
+        offsets = [
+            torch.tensor([before, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+            for before, lengths in zip(self.before, (self.lengths_q, self.lengths_k), strict=True)
+        ]
+        used = [None if x is None else torch.tensor(x, dtype=torch.int32) for x in (self.used_q, self.used_k)]
+        total_q, total_k = (int(x[-1]) + behind for x, behind in zip(offsets, self.behind, strict=True))
+        shapes = (
+            (total_q, self.heads, self.head_dim),
+            (total_k, self.heads_k, self.head_dim),
+            (total_k, self.heads_k, self.head_dim_v),
+        )
+        lengths = Lengths(*offsets, *used)
+        tensors = [torch.randn(shape, generator=generator).to(getattr(torch, self.dtype)) for shape in shapes]
+        for tensor, place in zip(tensors, (0, 1, 1), strict=True):
+            tensor[unused(lengths, len(tensor), place)] = NAN
+        longest = (max(self.used_q or self.lengths_q, default=0), max(self.used_k or self.lengths_k, default=0))
+        given = (*tensors, *lengths)
+        q, k, v, cu_seqlens_q, cu_seqlens_k, *used = (None if x is None else x.to(device) for x in given)
+        return Inputs(q, k, v, cu_seqlens_q, cu_seqlens_k, *longest, *used)
+
+    def arriving(self, inputs):
+        """Random gradients of out and of the LSE; NaN for rows that no sequence uses, to which no gradient belongs."""
+        generator = torch.Generator().manual_seed(self.seed + 1)
+        total_q = len(inputs.q)
+        dout = torch.randn((total_q, self.heads, self.head_dim_v), generator=generator)
+        dlse = torch.randn((self.heads, total_q), generator=generator)
+        rows = unused(inputs.lengths, total_q, 0)
+        dout[rows] = NAN
+        dlse[:, rows] = NAN
+        return dout.to(inputs.q), dlse.to(inputs.q.device)
+
+    def oracle(self, inputs, dout=None, dlse=None, dtype=torch.float32):
+        """``((out, lse), (dq, dk, dv))`` in ``dtype``: reference.standard, one sequence at a time, on the inputs' device.
+        Gradients of what arrives; None where nothing does.
+        """
+        leaves = [x.detach().nan_to_num(0).to(dtype).requires_grad_() for x in inputs[:3]]
+        left, right = bounds(self.causal, self.window_size)
+        results = standard_packed(
+            *leaves, inputs.lengths, softmax_scale=self.softmax_scale, left=left, right=right, compute_dtype=dtype
+        )
+        arrived = [(x, y.nan_to_num(0).to(x)) for x, y in zip(results, (dout, dlse), strict=True) if y is not None]
+        gradients = torch.autograd.grad(*zip(*arrived, strict=True), leaves) if arrived else None
+        return tuple(x.detach() for x in results), gradients
+
+
+def unused(lengths, total, place):
+    """Bool (total,), True for the rows that no sequence uses: of q (place 0), or of k and v (place 1)."""
+    rows = torch.ones(total, dtype=torch.bool)
+    for used in lengths.rows:
+        rows[used[place].start : used[place].stop] = False
+    return rows
