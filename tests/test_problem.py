@@ -7,13 +7,12 @@ from fractions import Fraction
 import pytest
 import torch
 from refusal import refused
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hopper_fa3 import problem
 from hopper_fa3.plan import Plan
 from hopper_fa3.problem import ILLEGAL, BackwardStatic, Problem, Static, bounds, chunked, refuse_illegal
 
-SMS = 132
+SMS = 132  # of the fixture hopper
 NUMBERS = {"heads": 4, "heads_k": 2, "head_dim": 64, "head_dim_v": 64, "batch": 2, "seqlen_q": 5, "seqlen_k": 7}
 
 
@@ -26,16 +25,6 @@ def tensors(device="cpu", dtype=torch.bfloat16, **numbers):
         one.expand(n["batch"], n["seqlen_k"], n["heads_k"], n["head_dim"]),
         one.expand(n["batch"], n["seqlen_k"], n["heads_k"], n["head_dim_v"]),
     )
-
-
-@pytest.fixture
-def hopper(monkeypatch):
-    """CUDA tensors can be made, and the device says that it is an H200."""
-    monkeypatch.setattr(problem, "architecture", lambda device: "sm_90")
-    monkeypatch.setattr(problem, "multiprocessors", lambda device: SMS)
-    monkeypatch.setattr(torch.Tensor, "data_ptr", lambda tensor: 4096)  # a fake tensor has no address
-    with FakeTensorMode():
-        yield
 
 
 # Facts of a legal call on each device, in the plain values of the table.
@@ -129,6 +118,8 @@ def test_a_row_refuses_and_is_the_only_one_to(index):
         CUDA | {"sm_margin": SMS - 1, "remaining_sms": 1}, {"num_splits": 0}, {"pack_gqa": False}, GRAD,
         {"out": torch.ones(2)}, CUDA | {"out": torch.ones(2)}, {"tangent": True}, {"left": 3}, {"attention_chunk": 64},
         {"softcap": 15.0}, {"sink": torch.ones(4), "alibi_slopes": torch.ones(4)},
+        CUDA | {"total_q": 2**30 - 1, "total_k": 2**30 - 1, "packed_tiles": 2**31 - 2**12 - 1}, {"packed_tiles": 2**31},
+        {"total_q": 2**31, "total_k": 2**31},
     ],
     ids=str,
 )  # fmt: skip
