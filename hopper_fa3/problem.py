@@ -52,10 +52,6 @@ ILLEGAL = (
     ),
     Illegal("sm_margin", ANY_COUNT, (), ValueError, "sm_margin must be an integer of at least 0"),
     Illegal("remaining_sms", ANY_COUNT[1:], ON_CUDA, ValueError, "the device's SMs minus sm_margin must be at least 1"),
-    Illegal(
-        "left", (None,), (), NOT_BUILT,
-        "the left side of window_size must be open or at least seqlen_k - 1 (windows are not built yet)",
-    ),
     Illegal("num_splits", (0, 1), (), NOT_BUILT, "num_splits must be 0 or 1 (splitting is not built yet)"),
     Illegal("pack_gqa", (None, False), (), NOT_BUILT, "pack_gqa must be None or False (packing is not built yet)"),
     Illegal("attention_chunk", (0,), (), NOT_BUILT, "attention_chunk must be 0 (not built yet)"),
@@ -84,7 +80,7 @@ class Static(NamedTuple):
     head_dim: int  # tile class
     head_dim_v: int  # tile class
     right_bound: bool  # a right bound is present; its value is a run-time argument (causal: 0)
-    left_bound: bool
+    left_bound: bool  # likewise; only together with a right one
     negative_scale: bool
 
 
@@ -97,6 +93,7 @@ class BackwardStatic(NamedTuple):
     right_bound: bool
     lse_gradient: bool  # a gradient of the LSE arrives
     deterministic: bool
+    left_bound: bool = False
 
 
 @dataclass(frozen=True)
@@ -143,7 +140,7 @@ class Problem:
             "dtype": name_of(q.dtype), "head_dim": head_dim, "head_dim_v": head_dim_v,
             "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "tiles": batch * heads * -(-seqlen_q // TILE_ROWS),
             "sm_margin": sm_margin, "remaining_sms": sms - sm_margin if on_cuda and _is_integer(sm_margin) else None,
-            "left": left, "num_splits": num_splits, "pack_gqa": pack_gqa, "attention_chunk": attention_chunk,
+            "num_splits": num_splits, "pack_gqa": pack_gqa, "attention_chunk": attention_chunk,
             "softcap": softcap, "qv": qv, "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale,
             "sink": sink, "alibi_slopes": alibi_slopes, "score": score, "mask": mask, "block_mask": block_mask,
             "out": out,
@@ -169,13 +166,25 @@ class Problem:
         return self.heads // self.heads_k
 
     @property
+    def bounded(self):
+        """True where some query sees less than all keys."""
+        return self.left is not None or self.right is not None
+
+    @property
+    def kernel_bounds(self):
+        """``(right, left)`` as the kernels take them at run time; without a right bound one that hides nothing."""
+        return self.seqlen_q - 1 if self.right is None else self.right, self.left
+
+    @property
     def static(self):
         """The part of a CUDA problem that the kernel is compiled for."""
         return Static(
             dtype=name_of(self.dtype),
             head_dim=planning.tile_class(self.head_dim),
             head_dim_v=planning.tile_class(self.head_dim_v),
-            right_bound=self.right is not None,
+            # A left bound comes with a right one, which may hide nothing: a third of the kernels less, and a window
+            # that is open on the right is rare
+            right_bound=self.bounded,
             left_bound=self.left is not None,
             negative_scale=self.softmax_scale < 0,
         )
@@ -184,8 +193,9 @@ class Problem:
         """The same for the gradients of a CUDA problem; the sign of the scale changes nothing in them."""
         static = self.static
         return BackwardStatic(
-            static.dtype, static.head_dim, static.head_dim_v, static.right_bound, lse_gradient, deterministic
-        )
+            static.dtype, static.head_dim, static.head_dim_v, static.right_bound, lse_gradient, deterministic,
+            static.left_bound,
+        )  # fmt: skip
 
 
 def refuse_illegal(facts):
