@@ -76,11 +76,11 @@ def is_oracle(out, lse, q, k, v, **options):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("options", [{}, {"right": 0}, {"right": 5}, {"softmax_scale": -0.5}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"right": 0}, {"right": 5}, {"left": 3}, {"left": 2, "right": 1}, {"softmax_scale": -0.5}], ids=str)
 def test_values_on_the_cpu_are_the_oracle(options, dtype):
     q, k, v = inputs(dtype=dtype)
-    scale, right = options.get("softmax_scale"), options.get("right", -1)
-    given = flash_attn_func(q, k, v, scale, right == 0, window_size=(-1, right), return_attn_probs=True)
+    scale, (left, right) = options.get("softmax_scale"), (options.get(side, -1) for side in ("left", "right"))
+    given = flash_attn_func(q, k, v, scale, right == 0, window_size=(left, right), return_attn_probs=True)
     is_oracle(*given, q, k, v, **options)
 
 
@@ -206,7 +206,7 @@ def test_packed_input_is_a_tensor():
 
 UNBUILT = ("qv", "q_descale", "k_descale", "v_descale", "sink", "alibi_slopes", "score", "mask", "block_mask")
 REFUSED = {
-    **dict.fromkeys(UNBUILT, (2.0, NotImplementedError)), "window_size": ((3, 0), NotImplementedError),
+    **dict.fromkeys(UNBUILT, (2.0, NotImplementedError)), "window_size": ((-3, 0), ValueError),
     "attention_chunk": (2, NotImplementedError), "softcap": (2.0, NotImplementedError),
     "num_splits": (2, NotImplementedError), "pack_gqa": (True, NotImplementedError), "sm_margin": (-1, ValueError),
     "softmax_scale": (math.nan, ValueError), "out": (2.0, TypeError), "plan": (2.0, TypeError),
