@@ -118,13 +118,13 @@ class Band:
         if const_expr(self.left_bound):
             fewest, most = fewest - origin, most - origin
             first = cutlass.max(self.first_key(row_begin, seqlen_q, seqlen_k, left) - origin, 0) // self.tile_n
-            first = cutlass.select_(row_begin < seqlen_q, first, Int32(0))
             inner = cutlass.max(self.first_key(last_row, seqlen_q, seqlen_k, left) - origin, 0)
             inner = (inner + self.tile_n - 1) // self.tile_n
         keys = cutlass.max(most, 0)
         keys = cutlass.select_(row_begin < seqlen_q, keys, Int32(0))
         full = cutlass.max(fewest, 0) // self.tile_n
         end = (keys + self.tile_n - 1) // self.tile_n
+        first = cutlass.min(first, end)  # rows past the last query
         return KeyBlocks(first, inner, full, end, keys)
 
     @cute.jit
