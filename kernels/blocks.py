@@ -108,7 +108,7 @@ class Band:
         left: Int32 | None,
         origin: Int32,
     ) -> KeyBlocks:
-        """For the rows from ``row_begin``, of a tile with this ``origin``. There is no block and no key where all of them
+        """For the rows from ``row_begin``, of a tile with this ``origin``. There is no block and no key where all rows
         lie past the last query.
         """
         fewest = self.key_limit(row_begin, seqlen_q, seqlen_k, right)

@@ -68,7 +68,7 @@ class Consumer:
         """
         config = self.config
         tiled_q, tiled_k, _ = tensors
-        q_pipe, k_pipe, v_pipe = pipes
+        q_pipe, _, v_pipe = pipes
         seqlen_q, _, heads, batch = tiled_q.tensor.shape
         seqlen_k = tiled_k.tensor.shape[0]
         thread = cute.arch.thread_idx()[0] % WARPGROUP_THREADS

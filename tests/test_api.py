@@ -76,7 +76,9 @@ def is_oracle(out, lse, q, k, v, **options):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("options", [{}, {"right": 0}, {"right": 5}, {"left": 3}, {"left": 2, "right": 1}, {"softmax_scale": -0.5}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"right": 0}, {"right": 5}, {"left": 3}, {"left": 2, "right": 1}, {"softmax_scale": -0.5}], ids=str
+)
 def test_values_on_the_cpu_are_the_oracle(options, dtype):
     q, k, v = inputs(dtype=dtype)
     scale, (left, right) = options.get("softmax_scale"), (options.get(side, -1) for side in ("left", "right"))

@@ -47,8 +47,8 @@ def test_machine_code(static):
     scores, output = static.head_dim // 16, config.tile_n // 16
     loops = 3 if static.left_bound else 2
     assert found.counts["HGMMA"] == (1 + 2 * loops) * scores + (1 + loops) * output
-    # Three fences a loop before groups of WGMMAs and two more, and so many waits for them. Where ptxas cannot tell which
-    # registers they use it serialises them: a fence and a wait for each.
+    # Three fences a loop before groups of WGMMAs and two more, and so many waits for them. Where ptxas cannot tell
+    # which registers they use it serialises them: a fence and a wait for each.
     assert found.counts["WARPGROUP"] <= 6 * loops + 4
     assert found.counts["UTMALDG"] >= 3
     assert found.counts["USETMAXREG"] == 2
@@ -83,8 +83,8 @@ def test_machine_code_of_gradients(static, chosen):
         assert (each.stack, each.local, each.spills) == (0, 0, 0)
     assert not any(family in each.counts for each in (before, *others) for family in ("HGMMA", "UTMALDG"))
     # S in steps of 16 head dims; dP; dV and dK in steps of 16 queries; dQ in steps of 16 keys. A head's first S, the
-    # masked loop, the unmasked loop, with a left bound one more, and the last step, which has no next S but also its own dQ; in one of the two
-    # orders of products also the second step, which has no dQ.
+    # masked loop, the unmasked loop, with a left bound one more, and the last step, which has no next S but also its own
+    # dQ; in one of the two orders of products also the second step, which has no dQ.
     scores, dp, by_queries, dq = (x // 16 for x in (config.head_dim, config.head_dim_v, config.tile_m, config.tile_n))
     loop = scores + dp + 2 * by_queries + dq
     seconds, loops = int(not config.early_sums), 3 if static.left_bound else 2

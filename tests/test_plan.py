@@ -38,9 +38,7 @@ def problem(**changes):
     return Problem(**{**values, **changes})
 
 
-@pytest.mark.parametrize(
-    "static", GRID, ids=lambda s: plan.forward_config(s, plan.choose(s)).name
-)
+@pytest.mark.parametrize("static", GRID, ids=lambda s: plan.forward_config(s, plan.choose(s)).name)
 def test_every_plan_fits_the_hardware(static):
     config = plan.forward_config(static, plan.choose(static))
     config.check()
@@ -64,7 +62,7 @@ def test_a_window_has_the_plan_of_a_causal_mask_or_a_row_of_its_own():
     for pair in itertools.product(HEAD_DIM_CLASSES, repeat=2):
         windowed, causal = (plan.choose(Static("bfloat16", *pair, True, left, False)) for left in (True, False))
         assert windowed == plan.WINDOW_TABLE.get(pair, causal)
-    assert all(plan.TABLE[*pair, True] != row for pair, row in plan.WINDOW_TABLE.items())
+    assert all(plan.TABLE[(*pair, True)] != row for pair, row in plan.WINDOW_TABLE.items())
 
 
 def test_a_left_bound_needs_a_right_one():
