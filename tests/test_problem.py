@@ -30,7 +30,7 @@ def tensors(device="cpu", dtype=torch.bfloat16, **numbers):
 # Facts of a legal call on each device, in the plain values of the table.
 LEGAL = {
     "device": "cpu", "architecture": None, "dtype": "bfloat16", "head_dim": 64, "head_dim_v": 64, "seqlen_q": 5,
-    "seqlen_k": 7, "tiles": 8, "sm_margin": 0, "remaining_sms": None, "left": None, "num_splits": 1, "pack_gqa": None,
+    "seqlen_k": 7, "tiles": 8, "sm_margin": 0, "remaining_sms": None, "num_splits": 1, "pack_gqa": None,
     "attention_chunk": 0, "softcap": 0.0, "qv": None, "q_descale": None, "k_descale": None, "v_descale": None,
     "sink": None, "alibi_slopes": None, "score": None, "mask": None, "block_mask": None, "out": None,
     "slopes_gradient": False, "requires_grad": False, "tangent": False, "packed": False, "total_q": 5, "total_k": 7,
@@ -374,6 +374,12 @@ def test_static_holds_classes_and_presence(hopper):
     assert half.static == Static("float16", 64, 128, False, False, False)
     shifted = Problem.from_tensors(*tensors("cuda"), window_size=(-1, 2))
     assert shifted.right == 2 and shifted.static == Static("bfloat16", 64, 64, True, False, False)
+    # A left bound is never alone; the right one hides nothing then
+    for window, right in (((3, 2), 2), ((3, -1), 4)):
+        windowed = Problem.from_tensors(*tensors("cuda"), window_size=window)
+        assert windowed.static == Static("bfloat16", 64, 64, True, True, False)
+        assert windowed.backward_static(True, False) == BackwardStatic("bfloat16", 64, 64, True, True, False, True)
+        assert windowed.kernel_bounds == (right, 3)
     assert hash(half.static) == hash(Static(*half.static)) and half.static != shifted.static
 
 
