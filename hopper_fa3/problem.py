@@ -10,6 +10,7 @@ from torch.autograd import forward_ad
 from . import plan as planning
 from .checks import (
     check_alibi_slopes,
+    check_hook,
     check_sink,
     checked_scale,
     checked_softcap,
@@ -18,6 +19,7 @@ from .checks import (
     require_tensor,
     shown,
 )
+from .hooks import MaskHook, ScoreHook
 
 TILE_ROWS = 64  # queries of the smallest tile that a kernel may use
 # A tile index has 32 bits, and a CTA stops at one that may be a whole grid (an SM a CTA) past the last tile.
@@ -73,11 +75,11 @@ ILLEGAL = (
     Illegal("softcap", (0.0,), ON_CUDA, NOT_BUILT, "softcap must be 0.0 on CUDA (not built yet)"),
     *(
         Illegal(name, (None,), ON_CUDA, NOT_BUILT, f"{name} must be None on CUDA (not built yet)")
-        for name in ("sink", "alibi_slopes")
+        for name in ("sink", "alibi_slopes", "score", "mask")
     ),
     *(
         Illegal(name, (None,), (), NOT_BUILT, f"{name} must be None (not built yet)")
-        for name in ("qv", "q_descale", "k_descale", "v_descale", "score", "mask", "block_mask")
+        for name in ("qv", "q_descale", "k_descale", "v_descale", "block_mask")
     ),
     Illegal(
         "slopes_gradient", (False,), (), NOT_BUILT, "alibi_slopes must not require grad (their gradient is not built)"
@@ -135,6 +137,8 @@ class Problem:
     softcap: float = 0.0  # scores lie within plus and minus this; 0: anywhere
     has_sink: bool = False  # tensors are passed beside q, k and v
     has_alibi: bool = False
+    score: ScoreHook | None = None
+    mask: MaskHook | None = None
 
     @classmethod
     def from_tensors(
@@ -160,6 +164,8 @@ class Problem:
         softcap = checked_softcap(softcap)
         check_sink(sink, q)
         check_alibi_slopes(alibi_slopes, q)
+        check_hook("score", score, ScoreHook, q)
+        check_hook("mask", mask, MaskHook, q)
         inputs = (q, k, v) if sink is None else (q, k, v, sink)  # of the gradients
         on_cuda = q.device.type == "cuda"
         sms = multiprocessors(q.device) if on_cuda else None
@@ -181,7 +187,7 @@ class Problem:
         scale = head_dim**-0.5 if softmax_scale is None else checked_scale(softmax_scale)
         problem = cls(
             q.device, q.dtype, batch, seqlen_q, seqlen_k, heads, heads_k, head_dim, head_dim_v, scale, left, right,
-            chunk, softcap, sink is not None, alibi_slopes is not None,
+            chunk, softcap, sink is not None, alibi_slopes is not None, score, mask,
         )  # fmt: skip
         if out is not None:
             _check_out(out, problem)
