@@ -28,8 +28,9 @@ class ScoreHook:
     ``cpu(scores, batch, head, query, key) -> scores`` and ``cpu_backward(gradient, scores, batch, head, query, key) ->
     gradient`` are PyTorch functions of a tile. ``scores`` is ``(batch entries, heads, queries, keys)``, float32 or
     float64, and may hold anything, NaN too, where a pair is hidden; the indices are int64 tensors that broadcast to its
-    shape. Results have its shape; arguments are not written to. Without ``cpu_backward`` the gradient is that of
-    torch.autograd through ``cpu``. Tensors that the functions hold must not require grad.
+    shape (times a Python float they are float32, as everywhere in PyTorch). Results have the scores' shape; arguments
+    are not written to. Without ``cpu_backward`` the gradient is that of torch.autograd through ``cpu``. Tensors that the
+    functions hold must not require grad.
     """
 
     key: str
