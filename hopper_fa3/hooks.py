@@ -29,8 +29,8 @@ class ScoreHook:
     gradient`` are PyTorch functions of a tile. ``scores`` is ``(batch entries, heads, queries, keys)``, float32 or
     float64, and may hold anything, NaN too, where a pair is hidden; the indices are int64 tensors that broadcast to its
     shape (times a Python float they are float32, as everywhere in PyTorch). Results have the scores' shape; arguments
-    are not written to. Without ``cpu_backward`` the gradient is that of torch.autograd through ``cpu``. Tensors that the
-    functions hold must not require grad.
+    are not written to. Without ``cpu_backward`` the gradient is that of torch.autograd through ``cpu``. Tensors that
+    the functions hold must not require grad.
     """
 
     key: str
