@@ -7,16 +7,18 @@ the key on query i's diagonal (masks align to the bottom right), in this order::
     softcap         float, 0 for none          score = softcap * tanh(score / softcap)
     alibi_slopes    float32, ``(heads,)``      score -= slope * |p - j|
                     or ``(batch, heads)``
+    score           hooks.ScoreHook            what it makes of the score
     causal          bool                       seen only if j <= p
     window_size     (left, right), -1 or None  seen only if p - left <= j <= p + right; causal sets right to 0
                     for an open side
     attention_chunk int, 0 for none            seen only if j // attention_chunk == p // attention_chunk
+    mask            hooks.MaskHook             seen only if it says so
     sink            ``(heads,)``, float32 or   one more logit of each query, which has no value: it is in the softmax
                     q's dtype                  and the LSE, log(sum exp(score) + exp(sink)); -inf is none
 
 Any of them combine. All have a gradient that counts them in; the sink gets one of its own, the slopes none. The time is
-that of the blocks that some query sees. On CUDA, softcap, slopes, sink, and a left side or a chunk that hides a key are
-not built yet.
+that of the blocks that some query sees; blocks that only a hook hides are computed. On CUDA, softcap, slopes, sink,
+hooks, and a left side or a chunk that hides a key are not built yet.
 """
 
 import torch
@@ -84,8 +86,8 @@ def flash_attn_func(
         up to 256 on CUDA, any on the CPU. Query head h reads K/V head ``h // (heads // heads_k)``. Strides are free.
     softmax_scale: factor of the scores, ``head_dim ** -0.5`` by default; may be 0 or negative.
     causal: the last query sees all keys, each earlier one sees one key less.
-    window_size, attention_chunk, softcap, sink, alibi_slopes: which keys a query sees and what the scores are: see the
-        top of hopper_fa3/api.py. Beyond an open left side, on the CPU only.
+    window_size, attention_chunk, softcap, sink, alibi_slopes, score, mask: which keys a query sees and what the scores
+        are: see the top of hopper_fa3/api.py. Beyond an open left side, on the CPU only.
     sm_margin: number of SMs that the kernels leave free; the short ones before and behind the gradients' main kernel do
         not. deterministic: gradients are bit-equal from run to run (the forward always is).
     return_attn_probs: return ``(out, lse)``; no probabilities, as in FlashAttention-3.

@@ -54,6 +54,16 @@ def check_alibi_slopes(slopes, q):
     _check_device("alibi_slopes", slopes, q)
 
 
+def check_hook(name, hook, kind, q):
+    """Raise where ``hook`` is not None and no ``kind``, or has nothing for CPU tensors where q is one."""
+    if hook is None:
+        return
+    if not isinstance(hook, kind):
+        raise TypeError(f"{name} must be a hopper_fa3.hooks.{kind.__name__}, got {shown(hook)}")
+    if q.device.type == "cpu" and hook.cpu is None:
+        raise NotImplementedError(f"{name} must have a function cpu for tensors on the CPU, got None")
+
+
 def _check_device(name, tensor, q):
     if tensor.device != q.device:
         raise RuntimeError(f"{name} must be on q's device {q.device}, got {tensor.device}")

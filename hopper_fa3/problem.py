@@ -12,6 +12,7 @@ from . import plan as planning
 from .checks import (
     check_alibi_slopes,
     check_flag,
+    check_hook,
     check_sink,
     checked_scale,
     checked_softcap,
@@ -20,6 +21,7 @@ from .checks import (
     require_tensor,
     shown,
 )
+from .hooks import MaskHook, ScoreHook
 
 TILE_ROWS = 64  # queries of the smallest tile that a kernel may use
 # A tile index has 32 bits, and a CTA stops at one that may be a whole grid (an SM a CTA) past the last tile.
@@ -91,17 +93,18 @@ ILLEGAL = (
     Illegal("softcap", (0.0,), ON_CUDA, NOT_BUILT, "softcap must be 0.0 on CUDA (not built yet)"),
     *(
         Illegal(name, (None,), ON_CUDA, NOT_BUILT, f"{name} must be None on CUDA (not built yet)")
-        for name in ("sink", "alibi_slopes")
+        for name in ("sink", "alibi_slopes", "score", "mask")
     ),
     *(
         Illegal(name, legal, PACKED, NOT_BUILT, f"{name} must be {legal[0]} for packed sequences (not built yet)")
         for name, legal in (
             ("attention_chunk", (0,)), ("softcap", (0.0,)), ("sink", (None,)), ("alibi_slopes", (None,)),
+            ("score", (None,)), ("mask", (None,)),
         )
     ),
     *(
         Illegal(name, (None,), (), NOT_BUILT, f"{name} must be None (not built yet)")
-        for name in ("qv", "q_descale", "k_descale", "v_descale", "score", "mask", "block_mask", "page_table")
+        for name in ("qv", "q_descale", "k_descale", "v_descale", "block_mask", "page_table")
     ),
     Illegal(
         "slopes_gradient", (False,), (), NOT_BUILT, "alibi_slopes must not require grad (their gradient is not built)"
@@ -160,6 +163,8 @@ class Problem:
     softcap: float = 0.0  # scores lie within plus and minus this; 0: anywhere
     has_sink: bool = False  # tensors are passed beside q, k and v
     has_alibi: bool = False
+    score: ScoreHook | None = None
+    mask: MaskHook | None = None
 
     @classmethod
     def from_tensors(
@@ -184,6 +189,8 @@ class Problem:
         softcap = checked_softcap(softcap)
         check_sink(sink, q)
         check_alibi_slopes(alibi_slopes, q)
+        check_hook("score", score, ScoreHook, q)
+        check_hook("mask", mask, MaskHook, q)
         facts = tensor_facts(q, k, v, sm_margin, sink) | {
             "packed": False, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k,
             "tiles": batch * heads * -(-seqlen_q // TILE_ROWS),
@@ -198,7 +205,7 @@ class Problem:
         scale = head_dim**-0.5 if softmax_scale is None else checked_scale(softmax_scale)
         problem = cls(
             q.device, q.dtype, batch, seqlen_q, seqlen_k, heads, heads_k, head_dim, head_dim_v, scale, left, right,
-            chunk, softcap, sink is not None, alibi_slopes is not None,
+            chunk, softcap, sink is not None, alibi_slopes is not None, score, mask,
         )  # fmt: skip
         check_out(out, problem)
         check_plan(plan, problem)

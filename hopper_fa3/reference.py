@@ -14,8 +14,9 @@ from typing import NamedTuple
 import torch
 
 from .band import Band, blocks
+from .hooks import indices_of
 from .reference_backward import blockwise_backward, sink_gradient
-from .scores import ScoreRule
+from .scores import ScoreRule, hide
 from .tiles import (
     BLOCK_K,
     BLOCK_Q,
@@ -23,7 +24,6 @@ from .tiles import (
     all_finite,
     arithmetic_dtype,
     by_head,
-    hide,
     product,
     stacked,
     stacked_rows,
@@ -34,7 +34,7 @@ from .tiles import (
 
 def standard(
     q, k, v, *, softmax_scale=None, left=None, right=None, attention_chunk=0, softcap=0.0, sink=None, alibi_slopes=None,
-    compute_dtype=None,
+    score=None, mask=None, compute_dtype=None,
 ):  # fmt: skip
     """Standard attention with its whole score matrix, ``softmax(scale * Q K^T) V`` (Vaswani et al. 2017, equation 1).
 
@@ -51,8 +51,7 @@ def standard(
     scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
     dtype = compute_dtype or q.dtype
     band, rows, keys = Band(seqlen_q, seqlen_k, left, right, attention_chunk), range(seqlen_q), range(seqlen_k)
-    hidden, distance = band.hidden(rows, keys, q.device), band.distance(rows, keys, q.device).abs()
-    blind = _first(seqlen_q, band.blind, q.device)
+    in_band, distance = band.hidden(rows, keys, q.device), band.distance(rows, keys, q.device).abs()
     out, lse = _results(q, k, v, dtype, sink=sink)
     finite = all_finite(v)
     for entry, head in itertools.product(range(batch), range(heads)):
@@ -65,14 +64,18 @@ def standard(
             scores = softcap * torch.tanh(scores / softcap)
         if alibi_slopes is not None:
             scores = scores - alibi_slopes.expand(batch, heads)[entry, head].to(lse.dtype) * distance
-        if hidden is not None:
-            scores = scores.masked_fill(hidden, -math.inf)
+        indices = indices_of(range(entry, entry + 1), range(head, head + 1), rows, keys, q.device)
+        if score is not None:
+            scores = score.scores(scores[None, None], indices)[0, 0]
+        hidden = _hidden(in_band, mask, indices, scores)
+        scores = scores.masked_fill(hidden, -math.inf)
         # A sink of -inf is none: in a row without keys, its derivative would come out as NaN.
         if sink is not None and sink[head] != -math.inf:
             scores = torch.cat((scores, sink[head].to(lse.dtype).expand(seqlen_q, 1)), 1)
         total = torch.logsumexp(scores, -1)
         weights = torch.softmax(scores, -1)[:, :seqlen_k]
-        weights = weights.masked_fill((blind & (total == -math.inf))[:, None], 0)  # softmax of no key is NaN
+        blind = hidden.all(-1) & (total == -math.inf)
+        weights = weights.masked_fill(blind[:, None], 0)  # softmax of a row without keys is NaN
         out[entry, :, head] = weighted_sum(weights.to(dtype), values, finite)
         lse[entry, head] = total.masked_fill(total == math.inf, math.nan)
     return out, lse
@@ -90,6 +93,8 @@ def blockwise(
     number a head, are not counted.
     """
     traffic = Traffic() if traffic is None else traffic
+    if problem.score is not None and torch.is_grad_enabled():
+        problem.score.refuse_gradients_of_its_own(arithmetic_dtype(q.dtype))
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sink)):
         return BlockwiseAttention.apply(q, k, v, sink, alibi_slopes, problem, block_q, block_k, traffic)
     return _forward(problem, q, k, v, sink, alibi_slopes, out, block_q, block_k, traffic)
@@ -147,10 +152,12 @@ class BlockwiseGradients(torch.autograd.Function):
 def blockwise_kv_outer(problem, q, k, v, *, block_q=BLOCK_Q, block_k=BLOCK_K, traffic=None):
     """Exact attention in FA-1's order: blocks of keys outside, tiles of queries inside (Dao et al. 2022, algorithm 1).
 
-    Arguments and results as blockwise(), without gradients, sink and slopes. O and the running maximum and sum of every
-    query live in slow memory: each block of keys reads and writes them again, which is what FA-2's order saves. O stays
-    unscaled until the last pass.
+    Arguments and results as blockwise(), but without gradients, and of the options of scores and masks only windows,
+    chunks and softcap. O and the running maximum and sum of every query live in slow memory: each block of keys reads
+    and writes them again, which is what FA-2's order saves. O stays unscaled until the last pass.
     """
+    if problem.has_sink or problem.has_alibi or problem.score is not None or problem.mask is not None:
+        raise NotImplementedError("the order of FlashAttention-1 has no sink, ALiBi slopes and hooks")
     traffic = Traffic() if traffic is None else traffic
     out, lse = _results(q, k, v, q.dtype)
     finite = all_finite(v)
@@ -165,14 +172,15 @@ def blockwise_kv_outer(problem, q, k, v, *, block_q=BLOCK_Q, block_k=BLOCK_K, tr
             (queries,) = traffic.load(q[:, rows.start : rows.stop])
             held = traffic.load(*(tensor[:, :, :, rows.start : rows.stop] for tensor in memory))
             scores = rule.scores(stacked(queries, problem, lse.dtype), k_block, rows, keys)
-            hide(scores, band.hidden(rows, keys, q.device), problem, -math.inf)
+            hide(scores, band.hidden(rows, keys, q.device), problem, rows, -math.inf)
             states = _absorb(Rows(*(tensor.flatten(2, 3) for tensor in held)), scores, v_block, finite)
             for place, state in zip(held, states, strict=True):
                 place.copy_(state.reshape(place.shape))
             traffic.store(*held)
     for rows in blocks(range(problem.seqlen_q), block_q):
         held = traffic.load(*(tensor[:, :, :, rows.start : rows.stop] for tensor in memory))
-        tile, tile_lse = _finish(Rows(*(tensor.flatten(2, 3) for tensor in held)), problem, rows)
+        blind = _first(len(rows), band.blind - rows.start, q.device).repeat(problem.group)
+        tile, tile_lse = _finish(Rows(*(tensor.flatten(2, 3) for tensor in held)), problem, rows, blind)
         out[:, rows.start : rows.stop] = tile
         lse[:, :, rows.start : rows.stop] = tile_lse
         traffic.store(tile, tile_lse)
@@ -284,9 +292,11 @@ def _absorb_sink(state, sink, problem, rows):
     return Rows(top, state.total * keep + torch.exp(logits - shift), state.mixed * keep[..., None])
 
 
-def _finish(state, problem, rows):
-    """Results of a tile of queries, (batch, rows, heads, head_dim_v) and (batch, heads, rows), from its final state."""
-    blind = _first(len(rows), Band.of(problem).blind - rows.start, state.top.device).repeat(problem.group)
+def _finish(state, problem, rows, blind):
+    """Results of a tile of queries, (batch, rows, heads, head_dim_v) and (batch, heads, rows), from its final state.
+
+    ``blind``: bool that broadcasts to the state's rows, True for those that see no key.
+    """
     total = state.total.masked_fill(blind, 1)  # 0 / 1 = 0 and -inf + log(1) = -inf
     out = unstacked(state.mixed / total[..., None], problem, rows)
     lse = (state.top + torch.log(total)).reshape(problem.batch, problem.heads, len(rows))
@@ -297,10 +307,10 @@ def _forward(problem, q, k, v, sink, alibi_slopes, out, block_q, block_k, traffi
     out, lse = _results(q, k, v, q.dtype, out)
     finite, rule = all_finite(v), ScoreRule.of(problem, alibi_slopes, lse.dtype)
     for rows in blocks(range(problem.seqlen_q), block_q):
-        state = _query_tile(rule, q, k, v, rows, block_k, finite, traffic)
+        state, blind = _query_tile(rule, q, k, v, rows, block_k, finite, traffic)
         if sink is not None:
             state = _absorb_sink(state, sink, problem, rows)
-        tile, tile_lse = _finish(state, problem, rows)
+        tile, tile_lse = _finish(state, problem, rows, blind)
         out[:, rows.start : rows.stop] = tile
         lse[:, :, rows.start : rows.stop] = tile_lse
         traffic.store(tile, tile_lse)
@@ -308,17 +318,20 @@ def _forward(problem, q, k, v, sink, alibi_slopes, out, block_q, block_k, traffi
 
 
 def _query_tile(rule, q, k, v, rows, block_k, finite, traffic):
-    """State of one tile of queries after all blocks of keys that it sees, first to last."""
+    """One tile of queries after all blocks of keys that it sees, first to last: its state, and which rows see none."""
     problem, dtype = rule.problem, arithmetic_dtype(q.dtype)
     band = Band.of(problem)
     queries = stacked(*traffic.load(q[:, rows.start : rows.stop]), problem, dtype)
     state = _fresh(queries.shape[:-1], problem.head_dim_v, q)
+    blind = torch.ones((problem.batch, problem.heads, len(rows)), dtype=torch.bool, device=q.device)
     for keys in blocks(band.keys(rows), block_k):
         k_block, v_block = traffic.load(k[:, keys.start : keys.stop], v[:, keys.start : keys.stop])
         scores = rule.scores(queries, by_head(k_block, dtype), rows, keys)
-        hide(scores, band.hidden(rows, keys, q.device), problem, -math.inf)
+        hidden = rule.hidden(rows, keys, q.device)
+        hide(scores, hidden, problem, rows, -math.inf)
         state = _absorb(state, scores, by_head(v_block, dtype), finite)
-    return state
+        blind &= False if hidden is None else hidden.expand(*hidden.shape[:-1], len(keys)).all(-1)
+    return state, blind.view(state.top.shape)
 
 
 def _results(q, k, v, dtype, out=None, sink=None):
@@ -332,6 +345,12 @@ def _results(q, k, v, dtype, out=None, sink=None):
         nothing = sum(tensor[:0].sum() for tensor in inputs)
         out, lse = out + nothing.to(dtype), lse + nothing.to(lse.dtype)
     return out, lse
+
+
+def _hidden(in_band, mask, indices, scores):
+    """Bool of the scores' shape, True for a key that is not seen: by the band (None: none) or by a hook."""
+    hidden = torch.zeros_like(scores, dtype=torch.bool) if in_band is None else in_band
+    return hidden if mask is None else hidden | mask.hidden(indices).expand(1, 1, *scores.shape)[0, 0]
 
 
 def _first(length, count, device):

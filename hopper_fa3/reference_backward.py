@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from .band import Band, blocks
-from .scores import ScoreRule
+from .scores import ScoreRule, hide
 from .tiles import (
     BLOCK_K,
     BLOCK_Q,
@@ -18,7 +18,6 @@ from .tiles import (
     all_finite,
     arithmetic_dtype,
     by_head,
-    hide,
     product,
     stacked,
     stacked_rows,
@@ -60,7 +59,7 @@ def blockwise_backward(
 
     With X = scale Q K^T, S the scores that ScoreRule makes of X, P = exp(S - LSE) and dP = dO V^T::
 
-        delta = rowsum(dO * O) - dLSE        dX = P * (dP - delta) * (1 - tanh(X / softcap)^2, where there is a softcap)
+        delta = rowsum(dO * O) - dLSE        dX = P * (dP - delta) * (derivative of S by X)
         dV = P^T dO        dK = scale dX^T Q        dQ = scale dX K
 
     q, k, v, out, lse: as blockwise() takes and returns them. dout: like out; dlse: like lse; None where no loss used
@@ -147,9 +146,10 @@ def _add(sums, rule, queries, k_block, v_block, rows, keys, finite, traffic):
     dtype = queries.q.dtype
     k_block = by_head(*traffic.load(k_block), dtype)
     tile = rule.linearised(queries.q, k_block, rows, keys)
-    hidden = Band.of(rule.problem).hidden(rows, keys, k_block.device)
     weights = tile.scores.sub_(queries.lse[..., None]).exp_()
-    hide(weights, hidden, rule.problem, 0)  # not the scores: the LSE of rows that see no key is -inf, too
+    hide(
+        weights, rule.hidden(rows, keys, k_block.device), rule.problem, rows, 0
+    )  # not the scores: the LSE of rows that see no key is -inf, too
     traffic.store(*traffic.load(*(tensor for tensor in (sums.dk, sums.dv) if tensor is not None)))
     if sums.dv is not None and queries.dout is not None:
         by_head(sums.dv, dtype).add_(weighted_sum(weights.mT, queries.dout, finite.dout))
@@ -159,7 +159,7 @@ def _add(sums, rule, queries, k_block, v_block, rows, keys, finite, traffic):
     if queries.dout is not None:
         slope = product(queries.dout, by_head(*traffic.load(v_block), dtype).mT).add_(slope)
     unused = weights == 0
-    dscores = rule.gradient(tile, weights.mul_(slope)).masked_fill_(unused, 0)
+    dscores = rule.gradient(tile, weights.mul_(slope), rows, keys).masked_fill_(unused, 0)
     if sums.dq is not None:
         sums.dq.add_(weighted_sum(dscores, k_block, finite.k))
     if sums.dk is not None:

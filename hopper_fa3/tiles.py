@@ -54,11 +54,6 @@ def by_head(block, dtype):
     return block.transpose(1, 2).to(dtype)
 
 
-def hide(scores, hidden, problem, value):
-    """Writes ``value`` where ``hidden``, of Band.hidden(), is True; returns the scores."""
-    return scores if hidden is None else scores.masked_fill_(hidden.repeat(problem.group, 1), value)
-
-
 def weighted_sum(weights, values, finite):
     """``weights @ values`` where a weight of 0 takes nothing, not even from NaN or inf.
 

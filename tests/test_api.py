@@ -209,11 +209,11 @@ def test_packed_input_is_a_tensor():
         flash_attn_qkvpacked_func(inputs())
 
 
-UNBUILT = ("qv", "q_descale", "k_descale", "v_descale", "score", "mask", "block_mask")
+UNBUILT = ("qv", "q_descale", "k_descale", "v_descale", "block_mask")
 REFUSED = {
     **dict.fromkeys(UNBUILT, (2.0, NotImplementedError)), "window_size": ((3, -2), ValueError),
     "attention_chunk": (-1, ValueError), "softcap": (-2.0, ValueError), "sink": (2.0, TypeError),
-    "alibi_slopes": (2.0, TypeError),
+    "alibi_slopes": (2.0, TypeError), "score": (2.0, TypeError), "mask": (2.0, TypeError),
     "num_splits": (2, NotImplementedError), "pack_gqa": (True, NotImplementedError), "sm_margin": (-1, ValueError),
     "softmax_scale": (math.nan, ValueError), "out": (2.0, TypeError), "plan": (2.0, TypeError),
 }  # fmt: skip

@@ -9,6 +9,7 @@ import torch
 from refusal import refused
 
 from hopper_fa3 import problem
+from hopper_fa3.hooks import MaskHook, ScoreHook
 from hopper_fa3.plan import Plan
 from hopper_fa3.problem import ILLEGAL, BackwardStatic, Problem, Static, bounds, chunked, refuse_illegal
 
@@ -76,14 +77,16 @@ ROWS = (
     ("softcap", CUDA | {"softcap": 15.0}, NotImplementedError,
      "softcap must be 0.0 on CUDA (not built yet), got 15.0"),
     *((name, CUDA | {name: torch.ones(2)}, NotImplementedError,
-       f"{name} must be None on CUDA (not built yet), got Tensor") for name in ("sink", "alibi_slopes")),
+       f"{name} must be None on CUDA (not built yet), got Tensor")
+      for name in ("sink", "alibi_slopes", "score", "mask")),
     *((name, {"packed": True, name: given}, NotImplementedError,
        f"{name} must be {legal} for packed sequences (not built yet), got {given}")
       for name, given, legal in (("attention_chunk", 64, 0), ("softcap", 15.0, 0.0))),
     *((name, {"packed": True, name: torch.ones(2)}, NotImplementedError,
-       f"{name} must be None for packed sequences (not built yet), got Tensor") for name in ("sink", "alibi_slopes")),
+       f"{name} must be None for packed sequences (not built yet), got Tensor")
+      for name in ("sink", "alibi_slopes", "score", "mask")),
     *((name, {name: torch.ones(2)}, NotImplementedError, f"{name} must be None (not built yet), got Tensor")
-      for name in ("qv", "q_descale", "k_descale", "v_descale", "score", "mask", "block_mask", "page_table")),
+      for name in ("qv", "q_descale", "k_descale", "v_descale", "block_mask", "page_table")),
     ("slopes_gradient", {"slopes_gradient": True}, NotImplementedError, f"{SLOPES}, got True"),
     ("tangent", CUDA | {"tangent": True}, NotImplementedError,
      "q, k and v must have no tangent on CUDA (forward-mode derivatives are not built), got True"),
@@ -173,8 +176,13 @@ CALLS = (
     ({"q_descale": torch.zeros(())}, NotImplementedError, "q_descale must be None (not built yet), got Tensor"),
     ({"k_descale": torch.ones(2)}, NotImplementedError, "k_descale must be None (not built yet), got Tensor"),
     ({"v_descale": torch.ones(2)}, NotImplementedError, "v_descale must be None (not built yet), got Tensor"),
-    ({"score": max}, NotImplementedError, "score must be None (not built yet), got builtin_function_or_method"),
-    ({"mask": torch.ones(2)}, NotImplementedError, "mask must be None (not built yet), got Tensor"),
+    ({"score": max}, TypeError, "score must be a hopper_fa3.hooks.ScoreHook, got builtin_function_or_method"),
+    ({"score": MaskHook("a", max, max)}, TypeError, "score must be a hopper_fa3.hooks.ScoreHook, got MaskHook"),
+    ({"score": ScoreHook("a", max)}, NotImplementedError,
+     "score must have a function cpu for tensors on the CPU, got None"),
+    ({"mask": torch.ones(2)}, TypeError, "mask must be a hopper_fa3.hooks.MaskHook, got Tensor"),
+    ({"mask": MaskHook("a", max)}, NotImplementedError,
+     "mask must have a function cpu for tensors on the CPU, got None"),
     ({"block_mask": ()}, NotImplementedError, "block_mask must be None (not built yet), got tuple"),
     ({"window_size": (-2, 0)}, ValueError, "each side of window_size must be None, -1 or at least 0, got (-2, 0)"),
     ({"window_size": (-1, -2)}, ValueError, "each side of window_size must be None, -1 or at least 0, got (-1, -2)"),
@@ -400,6 +408,10 @@ ON_CUDA = (
     ({}, {"sink": (4,)}, NotImplementedError, "sink must be None on CUDA (not built yet), got FakeTensor"),
     ({}, {"alibi_slopes": (2, 4)}, NotImplementedError,
      "alibi_slopes must be None on CUDA (not built yet), got FakeTensor"),
+    ({}, {"score": ScoreHook("a", max, cpu=max)}, NotImplementedError,
+     "score must be None on CUDA (not built yet), got ScoreHook"),
+    ({}, {"mask": MaskHook("a", max, max)}, NotImplementedError,
+     "mask must be None on CUDA (not built yet), got MaskHook"),
 )  # fmt: skip
 
 

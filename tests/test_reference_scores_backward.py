@@ -13,7 +13,7 @@ from refusal import refused
 
 from hopper_fa3 import flash_attn_func
 from hopper_fa3.problem import Problem
-from hopper_fa3.reference import blockwise, sink_gradient, standard
+from hopper_fa3.reference import Traffic, blockwise, sink_gradient, standard
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -154,6 +154,9 @@ def test_a_sink_of_minus_inf_gets_nothing():
     )  # fmt: skip
     assert torch.equal(ours[0][:, :, ::2], plain[0][:, :, ::2]) and not torch.equal(ours[0], plain[0])
     assert not ours[3][::2].any() and ours[3][1::2].all()
+    oracle, _ = gradients(lambda q, k, v, sink: standard(q, k, v, sink=sink, right=0), (*tensors, sink), given)
+    for a, b in zip(ours, oracle, strict=True):
+        torch.testing.assert_close(a, b, **EXACT)
     tensors[2][0, 0, 0] = math.nan
     ours, _ = gradients(
         lambda q, k, v, sink: flash_attn_func(q, k, v, causal=True, sink=sink, return_attn_probs=True),
@@ -234,7 +237,11 @@ def test_what_the_node_keeps():
 
 def test_a_node_for_the_sink_alone():
     q, k, v = inputs(12, 20)
-    sink = torch.ones(4, requires_grad=True)
+    sink, traffic = torch.ones(4, requires_grad=True), Traffic()
+    results = blockwise(Problem.from_tensors(q, k, v, sink=sink), q, k, v, sink=sink, traffic=traffic)
+    forward = traffic.read
+    sum(x.sum() for x in results).backward()
+    assert traffic.read - forward == 2 * 12 * 4 * (2 * 8 + 2)  # O, dO, LSE and dLSE; no key
     out = flash_attn_func(q, k, v, sink=sink)
     assert out.requires_grad and not flash_attn_func(q, k, v, sink=sink.detach()).requires_grad
     (dsink,) = torch.autograd.grad(out.sum(), sink, create_graph=True)
