@@ -157,3 +157,37 @@ LINES = (
     PackedCase("line4", (76, 34, 146), (1, 1, 1), heads=1, causal=True),
     PackedCase("line5", (64, 1, 107), (256,) * 3, used_k=(107, 200, 107), causal=True),
 )
+
+
+def _head_dims():
+    """Each class of head dims under both masks; dims inside a class under one."""
+    whole = [replace(RAGGED, head_dim=d, head_dim_v=d, causal=causal) for d in (64, 96, 192, 256) for causal in MASKS]
+    inside = (8, 16, 24, 40, 72, 80, 104, 120, 136, 144, 160, 176, 200, 248)
+    pairs = [(d, d, "bfloat16") for d in inside] + [(192, 128, "bfloat16"), (64, 64, "float16"), (128, 128, "float16")]
+    return whole + [replace(RAGGED, head_dim=d, head_dim_v=d_v, dtype=dtype, causal=True) for d, d_v, dtype in pairs]
+
+
+def _heads():
+    return [
+        replace(RAGGED, heads=heads, heads_k=heads_k, causal=causal)
+        for heads, heads_k in ((2, 2), (10, 2), (14, 2), (5, 1), (16, 2)) for causal in MASKS
+    ]  # fmt: skip
+
+
+MASKS = (False, True)
+# Some 30 kernels forward and backward: a case of each class of head dims and mask; all else shares those of 128, and of
+# 64 without a mask.
+ON_GPU = (
+    *_head_dims(),
+    *(replace(case, causal=causal) for case in (*MIXES, *LINES) for causal in MASKS),
+    *(replace(case, head_dim=64, head_dim_v=64) for case in MIXES),
+    *_heads(),
+    *(replace(case, window_size=(-1, right)) for case in (RAGGED, CROSSED, USED) for right in (5, 100)),
+    *(replace(RAGGED, causal=True, softmax_scale=scale) for scale in (0.0, 1.0)),
+)
+# Cases that need windows which cut on the left: their own kernels
+WINDOWED = tuple(
+    replace(case, window_size=window)
+    for case in (RAGGED, EMPTY, CROSSED, USED, SPARE)
+    for window in ((100, 0), (0, 0), (64, 32), (300, -1), (5, 200))
+)
