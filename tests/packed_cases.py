@@ -149,11 +149,49 @@ USED = PackedCase(
     "used", (100, 64, 0, 300, 130), (513, 64, 90, 100, 300), used_q=(65, 64, 0, 0, 129), used_k=(300, 17, 90, 40, 0)
 )  # fmt: skip
 USED_Q, USED_K = (replace(USED, mix="used_q", used_k=None), replace(USED, mix="used_k", used_q=None))
-MIXES = (UNIFORM, RAGGED, EMPTY, SINGLE, TAILED, CROSSED, SPARE, USED, USED_Q, USED_K)
+WHOLE = (UNIFORM, RAGGED, EMPTY, SINGLE, TAILED, CROSSED, SPARE)
+MIXES = (*WHOLE, USED, USED_Q, USED_K)
 # Lines of CASES.md: 3 (batch longer than total, 21 heads over 7), 4 (tiny keys), 5 (of 256 keys 107 are used)
 LINES = (
     PackedCase("line3", (0, 0, 0, 1), (0, 0, 0, 1), heads=21, heads_k=7, head_dim=120, head_dim_v=120),
     PackedCase("line3all", (0, 0, 0, 1), (1, 0, 0, 0), heads=21, heads_k=7, head_dim=120, head_dim_v=120),
     PackedCase("line4", (76, 34, 146), (1, 1, 1), heads=1, causal=True),
     PackedCase("line5", (64, 1, 107), (256,) * 3, used_k=(107, 200, 107), causal=True),
+)
+
+
+def _head_dims():
+    """Each class of head dims under both masks; dims inside a class under one."""
+    whole = [replace(RAGGED, head_dim=d, head_dim_v=d, causal=causal) for d in (64, 96, 192, 256) for causal in MASKS]
+    inside = (8, 16, 24, 40, 72, 80, 104, 120, 136, 144, 160, 176, 200, 248)
+    pairs = [(d, d, "bfloat16") for d in inside] + [(192, 128, "bfloat16"), (128, 128, "float16")]
+    return whole + [replace(RAGGED, head_dim=d, head_dim_v=d_v, dtype=dtype, causal=True) for d, d_v, dtype in pairs]
+
+
+def _heads():
+    return [
+        replace(RAGGED, heads=heads, heads_k=heads_k, causal=causal)
+        for heads, heads_k in ((2, 2), (10, 2), (14, 2), (5, 1), (16, 2)) for causal in MASKS
+    ]  # fmt: skip
+
+
+MASKS = (False, True)
+# Some 20 kernels forward and 30 backward: used lengths, given or not for q and for k, have their own, so their
+# combinations are seen under one mask and at one head dim.
+ON_GPU = (
+    *_head_dims(),
+    *(replace(case, causal=True) for case in (*MIXES, *LINES)),
+    *WHOLE,
+    USED,
+    *LINES[:2],
+    *(replace(case, head_dim=64, head_dim_v=64) for case in WHOLE),
+    *_heads(),
+    *(replace(case, window_size=(-1, right)) for case in (RAGGED, CROSSED, USED) for right in (5, 100)),
+    *(replace(RAGGED, causal=True, softmax_scale=scale) for scale in (0.0, 1.0)),
+)
+# Cases that need windows which cut on the left: their own kernels
+WINDOWED = tuple(
+    replace(case, window_size=window)
+    for case in (RAGGED, EMPTY, CROSSED, USED, SPARE)
+    for window in ((100, 0), (0, 0), (64, 32), (300, -1), (5, 200))
 )
