@@ -16,7 +16,9 @@ import cutlass.cute as cute
 
 from .kernels.backward import BackwardKernel
 from .kernels.forward import DTYPES, ForwardKernel
+from .kernels.packed_forward import PackedForwardKernel
 from .kernels.query_kernel import QueryKernel
+from .kernels.tile_table import ENTRY_WORDS
 from .plan import BackwardPlan, backward_config, forward_config
 
 if os.environ["CUTE_DSL_ARCH"] != "sm_90a":
@@ -69,6 +71,13 @@ def _trace(static, plan, options):
         if kernel.queries is not None:
             names[QueryKernel.kernel] = kernel.queries.config.name
         arguments = _backward_arguments(static, kernel.config)
+    elif static.packed is not None:
+        kernel = PackedForwardKernel(forward_config(static, plan))
+        names = {
+            PackedForwardKernel.list_tiles: f"{kernel.config.name}_table",
+            ForwardKernel.kernel: kernel.config.name,
+        }
+        arguments = _packed_arguments(static)
     else:
         kernel = ForwardKernel(forward_config(static, plan))
         names = {ForwardKernel.kernel: kernel.config.name}
@@ -102,6 +111,34 @@ def _arguments(static, config):
     return q, k, v, out, lse, _counter() if config.dynamic else None, *scalars, _stream()
 
 
+def _packed_arguments(static):
+    """The same for packed sequences."""
+    dtype = DTYPES[static.dtype]
+    total_q, total_k, heads, heads_k = (cute.sym_int() for _ in range(4))
+    head_dim, head_dim_v = cute.sym_int(divisibility=8), cute.sym_int(divisibility=8)
+    q = _tensor(dtype, total_q, heads, head_dim)
+    k = _tensor(dtype, total_k, heads_k, head_dim)
+    v = _tensor(dtype, total_k, heads_k, head_dim_v)
+    out = _tensor(dtype, total_q, heads, head_dim_v)
+    lse = _tensor(cutlass.Float32, heads, total_q, divisibility=1, align=4)
+    scalars = (cutlass.Float32(1.0), *(cutlass.Int32(1) for _ in range(4)))
+    return q, k, v, out, lse, *_sequences(static), _table(), _counter(), *scalars, _stream()
+
+
+def _sequences(static):
+    """cu_seqlens of q and of k, and what is used of the sequences."""
+    batch, ends = cute.sym_int(), cute.sym_int()
+    used = (_words(batch) if given else None for given in static.packed)
+    return _words(ends), _words(ends), *used
+
+
+def _table():
+    """Tiles of packed sequences."""
+    return cute.runtime.make_fake_compact_tensor(
+        cutlass.Int32, (cute.sym_int(), ENTRY_WORDS), stride_order=(1, 0), assumed_align=16
+    )
+
+
 def _backward_arguments(static, config):
     """The same for the gradients."""
     dtype, wide = DTYPES[static.dtype], cutlass.Float32
@@ -131,7 +168,12 @@ def _backward_arguments(static, config):
 
 def _counter():
     """The tile counter."""
-    return cute.runtime.make_fake_compact_tensor(cutlass.Int32, (2,), assumed_align=4)
+    return _words(2)
+
+
+def _words(count):
+    """So many numbers in int32, side by side."""
+    return cute.runtime.make_fake_compact_tensor(cutlass.Int32, (count,), assumed_align=4)
 
 
 def _stream():

@@ -83,6 +83,7 @@ def forward_config(static, plan):
         head_dim_v=static.head_dim_v,
         right_bound=static.right_bound,
         negative_scale=static.negative_scale,
+        packed=static.packed is not None,
         **plan._asdict(),
     )
 

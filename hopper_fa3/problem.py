@@ -93,6 +93,13 @@ ILLEGAL = (
 )  # fmt: skip
 
 
+class Packed(NamedTuple):
+    """Several sequences in one tensor, of which some rows may not be used."""
+
+    used_q: bool  # seqused_q is given
+    used_k: bool
+
+
 class Static(NamedTuple):
     """All that changes the compiled code; the only such list."""
 
@@ -102,6 +109,7 @@ class Static(NamedTuple):
     right_bound: bool  # a right bound is present; its value is a run-time argument (causal: 0)
     left_bound: bool
     negative_scale: bool
+    packed: Packed | None = None
 
 
 class BackwardStatic(NamedTuple):
@@ -113,6 +121,7 @@ class BackwardStatic(NamedTuple):
     right_bound: bool
     lse_gradient: bool  # a gradient of the LSE arrives
     deterministic: bool
+    packed: Packed | None = None
 
 
 @dataclass(frozen=True)

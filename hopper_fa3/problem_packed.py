@@ -7,6 +7,7 @@ import torch
 
 from .problem import (
     TILE_ROWS,
+    Packed,
     backward_static_of,
     bounds,
     check_flag,
@@ -106,13 +107,18 @@ class PackedProblem:
         return self.total_q, self.heads, self.head_dim_v
 
     @property
+    def packed(self):
+        """What of it the kernels are compiled for."""
+        return Packed(self.has_seqused_q, self.has_seqused_k)
+
+    @property
     def static(self):
         """The part of a CUDA problem that the kernel is compiled for."""
-        return static_of(self)
+        return static_of(self)._replace(packed=self.packed)
 
     def backward_static(self, lse_gradient, deterministic):
         """The same for the gradients of a CUDA problem; the sign of the scale changes nothing in them."""
-        return backward_static_of(self, lse_gradient, deterministic)
+        return backward_static_of(self, lse_gradient, deterministic)._replace(packed=self.packed)
 
 
 def used_rows(cu_seqlens, seqused=None):

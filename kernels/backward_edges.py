@@ -130,7 +130,7 @@ class Epilogue:
             sees_none = self.band.key_limit(first_row + 8 * index, dq.shape[0], seqlen_k, right) <= 0
             for column in cutlass.range(cute.size(values, mode=[1]), unroll_full=True):
                 value = values[index, column] * scale
-                if const_expr(self.band.right_bound):
+                if const_expr(self.band.blind_rows):
                     value = cutlass.select_(sees_none, Float32(0.0), value)
                 values[index, column] = value
         piece = Piece(0, head, batch, warpgroup, thread, Boolean(False), first_row, first_column)

@@ -19,6 +19,12 @@ class Band:
 
     tile_n: int
     right_bound: bool
+    packed: bool = False  # lengths are those of one of several sequences: there may be no key
+
+    @property
+    def blind_rows(self):
+        """True where a query may see no key."""
+        return self.right_bound or self.packed
 
     @cute.jit
     def key_limit(self, row: Int32, seqlen_q: Int32, seqlen_k: Int32, right: Int32) -> Int32:

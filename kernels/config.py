@@ -81,11 +81,12 @@ class ForwardConfig(Checked):
     pingpong: bool
     overlap: bool
     shared_p: bool = False  # P goes to P V through shared memory instead of registers
+    packed: bool = False  # several sequences in one tensor, whose lengths the device knows
 
     @property
     def name(self):
         """Readable kernel name for profilers."""
-        mask = "causal" if self.right_bound else "dense"
+        mask = ("causal" if self.right_bound else "dense") + ("_packed" if self.packed else "")
         dims = f"d{self.head_dim}" if self.head_dim == self.head_dim_v else f"d{self.head_dim}v{self.head_dim_v}"
         sign = "_negative_scale" if self.negative_scale else ""
         tile = f"{self.tile_m}x{self.tile_n}{'_shared_p' if self.shared_p else ''}"
@@ -103,7 +104,7 @@ class ForwardConfig(Checked):
     @property
     def dynamic(self):
         """True where tiles are of unequal length, so that CTAs fetch them from a counter."""
-        return self.right_bound
+        return self.right_bound or self.packed
 
     @property
     def query_bytes(self):

@@ -26,6 +26,7 @@ from .products import (
     rows_and_columns,
 )
 from .schedule import SLOTS, Schedule, TileQueue
+from .sequence import rows_of
 from .softmax import QUAD, ROWS, Softmax, rescale_rows
 
 
@@ -87,16 +88,17 @@ class Consumer:
         queue_state = pipeline.make_pipeline_state(consumer, SLOTS)
         q_state = pipeline.PipelineState(config.consumer_warpgroups, Int32(0), warpgroup, Int32(0))
         self.turns.open(warpgroup)
-        index, tiles = self.schedule.first(), self.schedule.count(seqlen_q, heads, batch)
-        while index < tiles:
-            m_block, head, batch_index = self.schedule.coordinates(index, seqlen_q, heads, batch, run.section)
-            first_query = m_block * config.tile_m
-            _, tile_end, _ = self.band.blocks(first_query, config.tile_m, seqlen_q, seqlen_k, run.right)
+        lengths = seqlen_q, seqlen_k, heads, batch
+        tile, tiles = self.schedule.begin_receiving(queue, queue_state, lengths)
+        while self.schedule.exists(tile, tiles):
+            place = self.schedule.place(tile, lengths, run)
+            own_lengths, first_query = place.sequence[:2], place.block * config.tile_m
+            _, tile_end, _ = self.band.blocks(first_query, config.tile_m, *own_lengths, run.right)
             first_query += warpgroup * WGMMA_M
-            full, end, _ = self.band.blocks(first_query, WGMMA_M, seqlen_q, seqlen_k, run.right)
+            full, end, _ = self.band.blocks(first_query, WGMMA_M, *own_lengths, run.right)
             first_row = first_query + thread // QUAD // 8 * 16 + thread // QUAD % 8
             begin(Phase.WAIT_Q)
-            rows = self.start_rows(products, s_p, first_row, seqlen_q, seqlen_k, run)
+            rows = self.start_rows(products, s_p, first_row, *own_lengths, run)
             for _ in cutlass.range(tile_end - end, unroll=1):
                 k_state, v_state = self.skip(pipes, k_state, v_state, warpgroup)
             # Main loop
@@ -119,14 +121,17 @@ class Consumer:
             begin(Phase.EPILOGUE)
             inverse, row_lse = self.softmax.finish(rows.shift, rows.sum)
             normalise(rows_and_columns(rows.acc_o), inverse, row_lse, rows.key_limits, self.band)
-            store_lse(lse, row_lse, first_row, head, batch_index)
+            m_block, head, batch_index, sequence, _ = self.schedule.place_again(queue, queue_state, place)
+            own_lse = rows_of(lse, sequence.offset_q, sequence.seqlen_q, mode=2)
+            store_lse(own_lse, row_lse, first_row, head, batch_index)
             piece_index = m_block * config.consumer_warpgroups + warpgroup
-            piece = Piece(piece_index, head, batch_index, warpgroup, thread, is_store_warp, first_row)
+            piece = Piece(piece_index, head, batch_index, warpgroup, thread, is_store_warp, first_row, 0, sequence)
             self.output.store(out, shared_output, rows.acc_o, products.pv_add, piece)
             # Q has one stage a warpgroup: the next tile finds the same stage in the other phase
             q_state = pipeline.PipelineState(config.consumer_warpgroups, Int32(0), warpgroup, q_state.phase ^ 1)
             begin(Phase.WAIT_TILE)
-            index, queue_state = self.schedule.receive(queue, queue_state, index)
+            tile, queue_state = self.schedule.receive(queue, queue_state, tile)
+        self.schedule.end_receiving(queue, queue_state)
         begin(Phase.EPILOGUE)
         self.turns.close(warpgroup)
         self.output.finish(is_store_warp)

@@ -5,11 +5,12 @@ from functools import partial
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, pipeline
+from cutlass import Int32, const_expr, pipeline
 
 from .args import RunTime, TiledTensor, partition
 from .blocks import Band
 from .config import WGMMA_M, ForwardConfig
+from .cut_rows import CutRows
 from .kv_source import DenseValues
 from .phases import Phase, begin
 from .schedule import SLOTS, Schedule, TileQueue
@@ -29,13 +30,62 @@ def tma_pipe(barriers, stages, consumer_warps, tile_bytes):
 
 
 @cute.jit
-def head_tiles(tiled: TiledTensor, shared: cute.Tensor, box: cutlass.Constexpr, head: Int32, batch: Int32):
-    """``(tiles, stages)`` of one head: a global tensor (length, head_dim, heads, batch) cut into boxes, and their
-    stages.
+def head_tiles(tiled: TiledTensor, shared: cute.Tensor, box: cutlass.Constexpr, head: Int32, batch: Int32, offset=None):
+    """``(tiles, stages)`` of one head: a global tensor (length, head_dim, heads, batch) cut into boxes, from row
+    ``offset`` on where one is given, and their stages.
     """
-    tiles = cute.local_tile(tiled.tensor[None, None, head, batch], box, (None, 0))
+    rows = tiled.tensor[None, None, head, batch]
+    if const_expr(offset is not None):
+        rows = cute.domain_offset((offset, 0), rows)
+    tiles = cute.local_tile(rows, box, (None, 0))
     stages, tiles = partition(tiled, shared, tiles)
     return tiles, stages
+
+
+@dataclass(frozen=True)
+class WholeBoxes:
+    """Boxes of a tensor in which a head's rows are all its own."""
+
+    rows: int
+    columns: int
+
+    def view(self, tensor: cute.Tensor) -> cute.Tensor:
+        """(length, columns, heads, batch) as TMA shall see it."""
+        return tensor
+
+    def of_head(self, tiled: TiledTensor, shared: cute.Tensor, head: Int32, batch: Int32, offset: None):
+        """``(tiles, stages)``: what box() takes, and the boxes' stages in ``shared``."""
+        return head_tiles(tiled, shared, (self.rows, self.columns), head, batch)
+
+    def box(self, tiled: TiledTensor, shared: cute.Tensor, tiles: cute.Tensor, block: Int32, length: Int32):
+        """One of them, the source of a copy."""
+        return tiles[None, block]
+
+
+@dataclass(frozen=True)
+class SequenceBoxes:
+    """The same of a tensor with several sequences: a box ends where its sequence does. What follows may hold NaN."""
+
+    rows: int
+    columns: int
+
+    def view(self, tensor: cute.Tensor) -> cute.Tensor:
+        return CutRows(self.rows, self.columns).view(tensor)
+
+    @cute.jit
+    def of_head(self, tiled: TiledTensor, shared: cute.Tensor, head: Int32, batch: Int32, offset: Int32):
+        """``offset``: the sequence's first row."""
+        tiles = cute.domain_offset((0, 0, offset), tiled.tensor[None, None, None, head, batch])
+        stages, _ = partition(tiled, shared, cute.local_tile(tiles[None, None, 0], (self.rows, self.columns), (0, 0)))
+        return tiles, stages
+
+    @cute.jit
+    def box(self, tiled: TiledTensor, shared: cute.Tensor, tiles: cute.Tensor, block: Int32, length: Int32):
+        """``length``: of the sequence."""
+        first = block * self.rows
+        valid = cutlass.min(cutlass.max(length - first, 0), self.rows)
+        _, source = partition(tiled, shared, CutRows(self.rows, self.columns).box(tiles, first, valid))
+        return source
 
 
 @cute.jit
@@ -73,14 +123,17 @@ class Producer:
         k_state = pipeline.make_pipeline_state(producer, config.stages)
         v_state = pipeline.make_pipeline_state(producer, config.stages)
         queue_state = pipeline.make_pipeline_state(producer, SLOTS)
-        index, tiles = self.schedule.first(), self.schedule.count(seqlen_q, heads, batch)
-        while index < tiles:
+        lengths = seqlen_q, seqlen_k, heads, batch
+        tile, tiles, queue_state = self.schedule.begin(queue, queue_state, lengths, run)
+        while self.schedule.exists(tile, tiles):
             begin(Phase.TAKE_TILE)
-            m_block, head, batch_index = self.schedule.coordinates(index, seqlen_q, heads, batch, run.section)
-            _, end, keys = self.band.blocks(m_block * config.tile_m, config.tile_m, seqlen_q, seqlen_k, run.right)
+            m_block, head, batch_index, sequence, _ = self.schedule.place(tile, lengths, run)
+            own_lengths, offset_k = sequence[:2], sequence.offset_k
+            _, end, keys = self.band.blocks(m_block * config.tile_m, config.tile_m, *own_lengths, run.right)
             head_k = head // (heads // heads_k)
-            q_tiles, q_stages = head_tiles(tiled_q, s_q, (WGMMA_M, config.head_dim), head, batch_index)
-            k_tiles, k_stages = head_tiles(tiled_k, s_k, (config.tile_n, config.head_dim), head_k, batch_index)
+            q_box, k_box = (WGMMA_M, config.head_dim), (config.tile_n, config.head_dim)
+            q_tiles, q_stages = head_tiles(tiled_q, s_q, q_box, head, batch_index, sequence.offset_q)
+            k_tiles, k_stages = head_tiles(tiled_k, s_k, k_box, head_k, batch_index, offset_k)
             if end > 0:
                 k_state = load(Phase.LOAD_K, tiled_k.atom, k_tiles[None, end - 1], k_stages, k_pipe, k_state)
             # Also for a tile that sees no key: the turn of Q's buffer stays the same for all
@@ -89,14 +142,14 @@ class Producer:
                 q_state = load(Phase.LOAD_Q, tiled_q.atom, q_tile, q_stages, q_pipe, q_state)
             for block in cutlass.range(end - 1, 0, -1, unroll=1):
                 k_state = load(Phase.LOAD_K, tiled_k.atom, k_tiles[None, block - 1], k_stages, k_pipe, k_state)
-                v_tile, v_stages = self.values.tile(tiled_v, s_v, block, keys, head_k, batch_index)
+                v_tile, v_stages = self.values.tile(tiled_v, s_v, block, keys, head_k, batch_index, offset_k)
                 v_state = load(Phase.LOAD_V, tiled_v.atom, v_tile, v_stages, v_pipe, v_state)
             # Two blocks before the consumers are done: late enough that whoever ends first gets the longest tile left,
             # early enough for the way to the counter and back
             begin(Phase.TAKE_TILE)
-            index, queue_state = self.schedule.fetch(queue, queue_state, index)
+            tile, queue_state = self.schedule.fetch(queue, queue_state, tile, lengths, run)
             if end > 0:
-                v_tile, v_stages = self.values.tile(tiled_v, s_v, Int32(0), keys, head_k, batch_index)
+                v_tile, v_stages = self.values.tile(tiled_v, s_v, Int32(0), keys, head_k, batch_index, offset_k)
                 v_state = load(Phase.LOAD_V, tiled_v.atom, v_tile, v_stages, v_pipe, v_state)
         begin(Phase.TAKE_TILE)
         self.schedule.finish(queue)

@@ -22,6 +22,7 @@ class QueryConfig(Checked):
     head_dim: int
     head_dim_v: int
     right_bound: bool
+    packed: bool = False  # several sequences in one tensor, whose lengths the device knows
 
     consumer_warpgroups = 2
     tile_m = WGMMA_M * consumer_warpgroups
@@ -31,14 +32,14 @@ class QueryConfig(Checked):
     @property
     def name(self):
         """Readable kernel name for profilers."""
-        mask = "causal" if self.right_bound else "dense"
+        mask = ("causal" if self.right_bound else "dense") + ("_packed" if self.packed else "")
         dims = f"d{self.head_dim}" if self.head_dim == self.head_dim_v else f"d{self.head_dim}v{self.head_dim_v}"
         return f"hopper_fa3_backward_{dims}_{mask}_{SHORT_DTYPES[self.dtype]}_{self.tile_m}x{self.tile_n}_queries"
 
     @property
     def dynamic(self):
         """True where tiles are of unequal length, so that CTAs fetch them from a counter."""
-        return self.right_bound
+        return self.right_bound or self.packed
 
     @property
     def value_stages(self):

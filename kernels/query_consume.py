@@ -22,6 +22,7 @@ from .products import convert, new_accumulator, new_left_operand, rows_and_colum
 from .query_config import QueryConfig
 from .registers import released_by_first_lane
 from .schedule import SLOTS, Schedule, TileQueue
+from .sequence import behind
 from .softmax import QUAD, ROWS
 
 
@@ -99,12 +100,16 @@ class QueryConsumer:
             pipeline.make_pipeline_state(consumer, config.value_stages),
         )
         queue_state = pipeline.make_pipeline_state(consumer, SLOTS)
-        index, tiles = self.schedule.first(), self.schedule.count(seqlen_q, heads, batch)
-        while index < tiles:
-            m_block, head, batch_index = self.schedule.coordinates(index, seqlen_q, heads, batch, run.section)
-            blocks = self.band.blocks(m_block * config.tile_m, config.tile_m, seqlen_q, seqlen_k, run.right)
+        lengths = seqlen_q, seqlen_k, heads, batch
+        tile, tiles = self.schedule.begin_receiving(queue, queue_state, lengths)
+        while self.schedule.exists(tile, tiles):
+            place = self.schedule.place(tile, lengths, run)
+            m_block, head, batch_index, sequence, first_line = place
+            own_lengths = sequence[:2]
+            blocks = self.band.blocks(m_block * config.tile_m, config.tile_m, *own_lengths, run.right)
             first_row = m_block * config.tile_m + warpgroup * WGMMA_M + thread // QUAD // 8 * 16 + thread // QUAD % 8
-            own = self.own_rows(rows[batch_index, head, None, None], first_row, seqlen_q, seqlen_k, run.right)
+            lines = behind(rows[batch_index, head, None, None], first_line)
+            own = self.own_rows(lines, first_row, *own_lengths, run.right)
             total = new_accumulator(products.dq_add, (WGMMA_M, config.head_dim))
             total.fill(0.0)
             q_pipe.consumer_wait(q_state)
@@ -115,10 +120,12 @@ class QueryConsumer:
                 q_state.advance()
             begin(Phase.EPILOGUE)
             self.finish(total, own, scale)
+            m_block, head, batch_index, sequence, _ = self.schedule.place_again(queue, queue_state, place)
             piece = Piece(m_block, head, batch_index, warpgroup, thread, Boolean(False), first_row)
-            DirectOutput(self.dtype, config.head_dim).store(dq, None, total, None, piece)
+            DirectOutput(self.dtype, config.head_dim).store(sequence.queries_of(dq), None, total, None, piece)
             begin(Phase.WAIT_TILE)
-            index, queue_state = self.schedule.receive(queue, queue_state, index)
+            tile, queue_state = self.schedule.receive(queue, queue_state, tile)
+        self.schedule.end_receiving(queue, queue_state)
         begin(Phase.EXIT)
 
     @cute.jit
@@ -275,6 +282,6 @@ class QueryConsumer:
         for row in cutlass.range_constexpr(ROWS):
             for column in cutlass.range(cute.size(values, mode=[1]), unroll_full=True):
                 value = values[row, column] * scale
-                if const_expr(self.band.right_bound):
+                if const_expr(self.band.blind_rows):
                     value = cutlass.select_(own.limits[row] <= 0, Float32(0.0), value)
                 values[row, column] = value

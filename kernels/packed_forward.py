@@ -1,0 +1,72 @@
+"""Forward attention of packed sequences: a table of their tiles, then the forward kernel."""
+
+import cuda.bindings.driver as cuda
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from .args import RunTime
+from .config import ForwardConfig
+from .forward import ForwardKernel
+from .tile_table import Side, TileTable
+
+
+def one_batch(tensor):
+    """(total, heads, columns) as (total, columns, heads, 1)."""
+    layout = cute.select(tensor.layout, mode=[0, 2, 1])
+    return cute.make_tensor(tensor.iterator, cute.make_layout((*layout.shape, 1), stride=(*layout.stride, 0)))
+
+
+def one_batch_of_rows(tensor):
+    """(heads, total, ..) as (1, heads, total, ..); None stays None."""
+    if tensor is None:
+        return None
+    return cute.make_tensor(
+        tensor.iterator, cute.make_layout((1, *tensor.layout.shape), stride=(0, *tensor.layout.stride))
+    )
+
+
+class PackedForwardKernel:
+    """Everything about the kernels that is fixed at compile time."""
+
+    def __init__(self, config: ForwardConfig):
+        self.config = config
+        self.main = ForwardKernel(config)
+        self.table = TileTable(config.tile_m, config.tile_n, False, config.right_bound)
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        out: cute.Tensor,
+        lse: cute.Tensor,
+        cu_seqlens_q: cute.Tensor,
+        cu_seqlens_k: cute.Tensor,
+        seqused_q: cute.Tensor,
+        seqused_k: cute.Tensor,
+        table: cute.Tensor,
+        counter: cute.Tensor,
+        scale_log2: Float32,
+        right: Int32,
+        section: Int32,
+        ctas: Int32,
+        fills_idle_sms: Int32,
+        stream: cuda.CUstream,
+    ):
+        """q, k, v, out: (total, heads, head_dim) in 16 bit, last stride 1; lse: (heads, total_q) float32. In int32:
+        cu_seqlens (batch + 1), seqused (batch) or None, table (table_lines, ENTRY_WORDS): workspace.
+        """
+        sides = Side(cu_seqlens_q, seqused_q, q.shape[0]), Side(cu_seqlens_k, seqused_k, k.shape[0])
+        self.list_tiles(sides, right, table).launch(
+            grid=(1, 1, 1), block=(self.table.threads, 1, 1), stream=stream, use_pdl=True
+        )
+        run = RunTime(scale_log2, right, section, fills_idle_sms)
+        tensors = tuple(map(one_batch, (q, k, v, out)))
+        self.main.launch(tensors, one_batch_of_rows(lse), counter, run, ctas, stream, table)
+
+    @cute.kernel
+    def list_tiles(self, sides: tuple, right: Int32, table: cute.Tensor):
+        cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.griddepcontrol_wait()
+        self.table.run(*sides, right, table)
