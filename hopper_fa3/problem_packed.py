@@ -74,7 +74,7 @@ class PackedProblem:
         left, right = bounds(window_size, causal, total_q, total_k)  # no sequence is longer than all rows
         facts = tensor_facts(q, k, v, sm_margin) | {
             "total_q": total_q, "total_k": total_k, "packed_tiles": heads * (batch + -(-total_q // TILE_ROWS)),
-            "left": left, "num_splits": num_splits, "pack_gqa": pack_gqa, "attention_chunk": attention_chunk,
+            "num_splits": num_splits, "pack_gqa": pack_gqa, "attention_chunk": attention_chunk,
             "softcap": softcap, "qv": qv, "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale,
             "sink": sink, "alibi_slopes": alibi_slopes, "score": score, "mask": mask, "block_mask": block_mask,
             "page_table": page_table, "out": out,
@@ -105,6 +105,16 @@ class PackedProblem:
     def out_shape(self):
         """That of the result."""
         return self.total_q, self.heads, self.head_dim_v
+
+    @property
+    def bounded(self):
+        """True where some query may see less than all keys of its sequence."""
+        return self.left is not None or self.right is not None
+
+    @property
+    def kernel_bounds(self):
+        """As Problem's."""
+        return self.total_q - 1 if self.right is None else self.right, self.left
 
     @property
     def packed(self):

@@ -18,7 +18,20 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
 from .args import BackwardRunTime
+from .blocks import QueryBlocks
 from .schedule import Schedule, TileQueue
+
+
+def lengths_of_tensors(work, of_tensors: tuple):
+    """(seqlen_q, seqlen_k) of a piece of ``work``, given those of the tensors."""
+    return of_tensors[:2]
+
+
+def whole(work, tensor: cute.Tensor):
+    """What belongs to the work's sequence: of (length, columns, heads, batch) beside K, or of (lines, ..), one head's
+    part of the workspace.
+    """
+    return tensor
 
 
 class Work(NamedTuple):
@@ -30,6 +43,10 @@ class Work(NamedTuple):
     batch: Int32
     head: Int32  # the first query head
     last_head: Int32  # the first one that is not among them
+
+    lengths = lengths_of_tensors
+    keys_of = lines_of = whole
+    offset_q = offset_k = first_line = 0
 
     def blocks_of(self, head: Int32, blocks: tuple):
         """``blocks``, of a whole head, as far as they belong to the work."""
@@ -49,15 +66,20 @@ class PartWork(NamedTuple):
     end_block: Int32  # of the last query head
     slot: Int32  # where this part's dK and dV lie; -1: it is a whole tile
 
+    lengths = lengths_of_tensors
+    keys_of = lines_of = whole
+    offset_q = offset_k = first_line = 0
+
     @cute.jit
     def blocks_of(self, head: Int32, blocks: tuple):
-        """``(first, unmasked, end)`` of a head: ``blocks``, which begin at 0, cut to the work."""
-        _, unmasked, end = blocks
+        """``blocks`` of a head, which begin at 0 and have no left bound, cut to the work."""
+        _, unmasked, _, end = blocks
         first = cutlass.select_(head == self.head, self.first_block, Int32(0))
         end = cutlass.select_(head == self.last_head - 1, self.end_block, end)
         found = first, cutlass.min(unmasked, end), end
         # Through shuffles: else the compiler computes them again in every step
-        return tuple(cute.arch.make_warp_uniform(each) for each in found)
+        first, unmasked, end = (cute.arch.make_warp_uniform(each) for each in found)
+        return QueryBlocks(first, unmasked, end, end)
 
 
 class Part(NamedTuple):
@@ -111,6 +133,10 @@ class WorkSchedule(Schedule):
     ordered: bool
     split_tail: bool
     step: int  # queries
+
+    @property
+    def fields(self):
+        return count_fields(self.split_tail)
 
     @cute.jit
     def hand_out(

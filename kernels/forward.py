@@ -41,7 +41,7 @@ class ForwardKernel:
         config.check()
         self.config = config
         self.dtype = DTYPES[config.dtype]
-        self.band = Band(config.tile_n, config.right_bound, config.packed)
+        self.band = Band(config.tile_n, config.right_bound, config.left_bound, config.packed)
         self.schedule = Schedule(config.tile_m, dynamic=config.dynamic, descending=config.dynamic)
         self.values = DenseValues(config.tile_n, config.head_dim_v, cut=config.right_bound or config.packed)
         self.turns = Turns(config.consumer_warpgroups, config.pingpong)
@@ -62,6 +62,7 @@ class ForwardKernel:
         counter: cute.Tensor,
         scale_log2: Float32,
         right: Int32,
+        left: Int32 | None,
         section: Int32,
         ctas: Int32,
         fills_idle_sms: Int32,
@@ -70,7 +71,7 @@ class ForwardKernel:
         """q, k, v, out: (batch, length, heads, head_dim) in 16 bit, last stride 1; lse: (batch, heads, seqlen_q)
         float32.
         """
-        run = RunTime(scale_log2, right, section, fills_idle_sms)
+        run = RunTime(scale_log2, right, left, section, fills_idle_sms)
         self.launch(tuple(map(heads_last, (q, k, v, out))), lse, counter, run, ctas, stream)
 
     @cute.jit

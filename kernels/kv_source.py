@@ -38,18 +38,18 @@ class DenseValues:
         tiled_v: TiledTensor,
         shared: cute.Tensor,
         block: Int32,
+        origin: Int32,
         keys: Int32,
         head: Int32,
         batch: Int32,
-        offset: Int32 | None = None,
     ):
-        """``(source, stages)`` of the TMA copy of one block; keys from ``keys`` on become 0. ``offset``: V's row of key
-        0, where that is not the first one.
+        """``(source, stages)`` of the TMA copy of one block, counted from row ``origin``, as ``keys`` are; those from
+        ``keys`` on become 0. With ``origin`` other than 0 only where V is cut.
         """
         if const_expr(self.cut):
             valid = cutlass.min(keys - block * self.tile_n, self.tile_n)
-            first = block * self.tile_n if const_expr(offset is None) else offset + block * self.tile_n
-            source = self.boxes.box(tiled_v.tensor[None, None, None, head, batch], first, valid)
+            rows = tiled_v.tensor[None, None, None, head, batch]
+            source = self.boxes.box(rows, origin + block * self.tile_n, valid)
         else:
             box = (self.tile_n, self.head_dim_v)
             source = cute.local_tile(tiled_v.tensor[None, None, head, batch], box, (block, 0))

@@ -30,13 +30,11 @@ def tma_pipe(barriers, stages, consumer_warps, tile_bytes):
 
 
 @cute.jit
-def head_tiles(tiled: TiledTensor, shared: cute.Tensor, box: cutlass.Constexpr, head: Int32, batch: Int32, offset=None):
-    """``(tiles, stages)`` of one head: a global tensor (length, head_dim, heads, batch) cut into boxes, from row
-    ``offset`` on where one is given, and their stages.
+def head_tiles(tiled: TiledTensor, shared: cute.Tensor, box: cutlass.Constexpr, head: Int32, batch: Int32, origin=0):
+    """``(tiles, stages)`` of one head: a global tensor (length, head_dim, heads, batch) cut into boxes from row
+    ``origin`` on, and their stages.
     """
-    rows = tiled.tensor[None, None, head, batch]
-    if const_expr(offset is not None):
-        rows = cute.domain_offset((offset, 0), rows)
+    rows = cute.domain_offset((origin, 0), tiled.tensor[None, None, head, batch])
     tiles = cute.local_tile(rows, box, (None, 0))
     stages, tiles = partition(tiled, shared, tiles)
     return tiles, stages
@@ -53,9 +51,9 @@ class WholeBoxes:
         """(length, columns, heads, batch) as TMA shall see it."""
         return tensor
 
-    def of_head(self, tiled: TiledTensor, shared: cute.Tensor, head: Int32, batch: Int32, offset: None):
-        """``(tiles, stages)``: what box() takes, and the boxes' stages in ``shared``."""
-        return head_tiles(tiled, shared, (self.rows, self.columns), head, batch)
+    def of_head(self, tiled: TiledTensor, shared: cute.Tensor, head: Int32, batch: Int32, origin=0):
+        """``(tiles, stages)``: what box() takes, of boxes from row ``origin`` on, and their stages in ``shared``."""
+        return head_tiles(tiled, shared, (self.rows, self.columns), head, batch, origin)
 
     def box(self, tiled: TiledTensor, shared: cute.Tensor, tiles: cute.Tensor, block: Int32, length: Int32):
         """One of them, the source of a copy."""
@@ -73,15 +71,14 @@ class SequenceBoxes:
         return CutRows(self.rows, self.columns).view(tensor)
 
     @cute.jit
-    def of_head(self, tiled: TiledTensor, shared: cute.Tensor, head: Int32, batch: Int32, offset: Int32):
-        """``offset``: the sequence's first row."""
-        tiles = cute.domain_offset((0, 0, offset), tiled.tensor[None, None, None, head, batch])
+    def of_head(self, tiled: TiledTensor, shared: cute.Tensor, head: Int32, batch: Int32, origin: Int32):
+        tiles = cute.domain_offset((0, 0, origin), tiled.tensor[None, None, None, head, batch])
         stages, _ = partition(tiled, shared, cute.local_tile(tiles[None, None, 0], (self.rows, self.columns), (0, 0)))
         return tiles, stages
 
     @cute.jit
     def box(self, tiled: TiledTensor, shared: cute.Tensor, tiles: cute.Tensor, block: Int32, length: Int32):
-        """``length``: of the sequence."""
+        """``length``: from the origin to the sequence's end."""
         first = block * self.rows
         valid = cutlass.min(cutlass.max(length - first, 0), self.rows)
         _, source = partition(tiled, shared, CutRows(self.rows, self.columns).box(tiles, first, valid))
@@ -128,12 +125,14 @@ class Producer:
         while self.schedule.exists(tile, tiles):
             begin(Phase.TAKE_TILE)
             m_block, head, batch_index, sequence, _ = self.schedule.place(tile, lengths, run)
-            own_lengths, offset_k = sequence[:2], sequence.offset_k
-            _, end, keys = self.band.blocks(m_block * config.tile_m, config.tile_m, *own_lengths, run.right)
+            first_query = m_block * config.tile_m
+            origin = self.band.origin(first_query, *sequence[:2], run.left)
+            *_, end, keys = self.band.blocks(first_query, config.tile_m, *sequence[:2], run.right, run.left, origin)
+            first_key = sequence.key_row(origin)
             head_k = head // (heads // heads_k)
             q_box, k_box = (WGMMA_M, config.head_dim), (config.tile_n, config.head_dim)
-            q_tiles, q_stages = head_tiles(tiled_q, s_q, q_box, head, batch_index, sequence.offset_q)
-            k_tiles, k_stages = head_tiles(tiled_k, s_k, k_box, head_k, batch_index, offset_k)
+            q_tiles, q_stages = head_tiles(tiled_q, s_q, q_box, head, batch_index, sequence.query_row(0))
+            k_tiles, k_stages = head_tiles(tiled_k, s_k, k_box, head_k, batch_index, first_key)
             if end > 0:
                 k_state = load(Phase.LOAD_K, tiled_k.atom, k_tiles[None, end - 1], k_stages, k_pipe, k_state)
             # Also for a tile that sees no key: the turn of Q's buffer stays the same for all
@@ -142,14 +141,14 @@ class Producer:
                 q_state = load(Phase.LOAD_Q, tiled_q.atom, q_tile, q_stages, q_pipe, q_state)
             for block in cutlass.range(end - 1, 0, -1, unroll=1):
                 k_state = load(Phase.LOAD_K, tiled_k.atom, k_tiles[None, block - 1], k_stages, k_pipe, k_state)
-                v_tile, v_stages = self.values.tile(tiled_v, s_v, block, keys, head_k, batch_index, offset_k)
+                v_tile, v_stages = self.values.tile(tiled_v, s_v, block, first_key, keys, head_k, batch_index)
                 v_state = load(Phase.LOAD_V, tiled_v.atom, v_tile, v_stages, v_pipe, v_state)
             # Two blocks before the consumers are done: late enough that whoever ends first gets the longest tile left,
             # early enough for the way to the counter and back
             begin(Phase.TAKE_TILE)
             tile, queue_state = self.schedule.fetch(queue, queue_state, tile, lengths, run)
             if end > 0:
-                v_tile, v_stages = self.values.tile(tiled_v, s_v, Int32(0), keys, head_k, batch_index, offset_k)
+                v_tile, v_stages = self.values.tile(tiled_v, s_v, Int32(0), first_key, keys, head_k, batch_index)
                 v_state = load(Phase.LOAD_V, tiled_v.atom, v_tile, v_stages, v_pipe, v_state)
         begin(Phase.TAKE_TILE)
         self.schedule.finish(queue)

@@ -5,6 +5,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from .args import RunTime
+from .blocks import Band
 from .config import ForwardConfig
 from .forward import ForwardKernel
 from .tile_table import Side, TileTable
@@ -31,7 +32,8 @@ class PackedForwardKernel:
     def __init__(self, config: ForwardConfig):
         self.config = config
         self.main = ForwardKernel(config)
-        self.table = TileTable(config.tile_m, config.tile_n, False, config.right_bound)
+        band = Band(config.tile_n, config.right_bound, config.left_bound, packed=True)
+        self.table = TileTable(config.tile_m, config.tile_n, False, band)
 
     @cute.jit
     def __call__(
@@ -49,6 +51,7 @@ class PackedForwardKernel:
         counter: cute.Tensor,
         scale_log2: Float32,
         right: Int32,
+        left: Int32 | None,
         section: Int32,
         ctas: Int32,
         fills_idle_sms: Int32,
@@ -57,16 +60,16 @@ class PackedForwardKernel:
         """q, k, v, out: (total, heads, head_dim) in 16 bit, last stride 1; lse: (heads, total_q) float32. In int32:
         cu_seqlens (batch + 1), seqused (batch) or None, table (table_lines, ENTRY_WORDS): workspace.
         """
+        run = RunTime(scale_log2, right, left, section, fills_idle_sms)
         sides = Side(cu_seqlens_q, seqused_q, q.shape[0]), Side(cu_seqlens_k, seqused_k, k.shape[0])
-        self.list_tiles(sides, right, table).launch(
+        self.list_tiles(sides, table, run).launch(
             grid=(1, 1, 1), block=(self.table.threads, 1, 1), stream=stream, use_pdl=True
         )
-        run = RunTime(scale_log2, right, section, fills_idle_sms)
         tensors = tuple(map(one_batch, (q, k, v, out)))
         self.main.launch(tensors, one_batch_of_rows(lse), counter, run, ctas, stream, table)
 
     @cute.kernel
-    def list_tiles(self, sides: tuple, right: Int32, table: cute.Tensor):
+    def list_tiles(self, sides: tuple, table: cute.Tensor, run: RunTime):
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()
-        self.table.run(*sides, right, table)
+        self.table.run(*sides, table, run)

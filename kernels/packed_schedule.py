@@ -10,7 +10,7 @@ from cutlass import Int32, const_expr
 from .args import BackwardRunTime
 from .config import WARP_THREADS
 from .schedule import Place, Schedule, TileQueue
-from .sequence import Sequence
+from .sequence import Sequence, behind, rows_of
 from .tile_table import HEADER, Entry
 
 
@@ -41,13 +41,17 @@ class PackedWork(NamedTuple):
 
     batch = 0
 
-    @property
-    def sequence(self):
-        return Sequence(self.seqlen_q, self.seqlen_k, self.offset_q, self.offset_k)
-
     def lengths(self, of_tensors: tuple):
-        """(seqlen_q, seqlen_k) of the tile's sequence."""
+        """(seqlen_q, seqlen_k) of the work's sequence."""
         return self.seqlen_q, self.seqlen_k
+
+    def keys_of(self, tensor: cute.Tensor):
+        """Its rows of (total, columns, heads, 1), beside K's."""
+        return rows_of(tensor, self.offset_k, self.seqlen_k)
+
+    def lines_of(self, tensor: cute.Tensor):
+        """Its lines of (lines, ..), one head's part of the workspace."""
+        return behind(tensor, self.first_line)
 
     def blocks_of(self, head: Int32, blocks: tuple):
         return blocks
@@ -92,7 +96,9 @@ class TableSchedule(Schedule):
     @cute.jit
     def read(self, queue: TileQueue, state):
         """Another warp: a tile that has been told and not been given back."""
-        return self.kind(*(cute.arch.make_warp_uniform(queue.slots[field, state.index]) for field in range(self.fields)))
+        return self.kind(
+            *(cute.arch.make_warp_uniform(queue.slots[field, state.index]) for field in range(self.fields))
+        )
 
     @cute.jit
     def receive(self, queue: TileQueue, state, tile=None):
@@ -181,8 +187,6 @@ class PackedWorkSchedule(TableSchedule):
         block, *sequence, first_line = entry_of(queue.table, place, len(Entry))
         block = cutlass.select_(index < entries * heads_k, block, Int32(-1))
         _, head, last_head = run.heads_of(head_k, heads, heads_k)
-        # Keys of which there are no queries, whose gradients are 0
-        last_head = cutlass.select_(sequence[0] > 0, last_head, head)
         work = PackedWork(block, head_k, head, last_head, *sequence, first_line)
         return work, self.tell(queue, state, work)
 

@@ -35,7 +35,7 @@ class QueryKernel:
         self.config = config
         self.dtype = dtype
         self.statistics_rows = statistics_rows  # queries of one line of row statistics
-        self.band = Band(config.tile_n, config.right_bound, config.packed)
+        self.band = Band(config.tile_n, config.right_bound, config.left_bound, config.packed)
         self.schedule = Schedule(config.tile_m, dynamic=config.dynamic, descending=config.dynamic)
         self.boxes = WholeBoxes
         if config.packed:

@@ -42,13 +42,16 @@ class QueryProducer:
         while self.schedule.exists(tile, tiles):
             begin(Phase.TAKE_TILE)
             m_block, head, batch_index, sequence, _ = self.schedule.place(tile, lengths, run)
-            _, end, _ = self.band.blocks(m_block * config.tile_m, config.tile_m, *sequence[:2], run.right)
+            first_query = m_block * config.tile_m
+            origin = self.band.origin(first_query, *sequence[:2], run.left)
+            end = self.band.blocks(first_query, config.tile_m, *sequence[:2], run.right, run.left, origin).end
             head_k = head // (heads // heads_k)
             q_box, do_box = (WGMMA_M, config.head_dim), (WGMMA_M, config.head_dim_v)
-            q_tiles, q_stages = head_tiles(tiled_q, s_q, q_box, head, batch_index, sequence.offset_q)
-            do_tiles, do_stages = head_tiles(tiled_do, s_do, do_box, head, batch_index, sequence.offset_q)
-            k_tiles, k_stages = k_boxes.of_head(tiled_k, s_k, head_k, batch_index, sequence.offset_k)
-            v_tiles, v_stages = v_boxes.of_head(tiled_v, s_v, head_k, batch_index, sequence.offset_k)
+            q_tiles, q_stages = head_tiles(tiled_q, s_q, q_box, head, batch_index, sequence.query_row(0))
+            do_tiles, do_stages = head_tiles(tiled_do, s_do, do_box, head, batch_index, sequence.query_row(0))
+            first_key, keys = sequence.key_row(origin), sequence.seqlen_k - origin
+            k_tiles, k_stages = k_boxes.of_head(tiled_k, s_k, head_k, batch_index, first_key)
+            v_tiles, v_stages = v_boxes.of_head(tiled_v, s_v, head_k, batch_index, first_key)
             # Also for a tile that sees no key: the turn of Q's buffer stays the same for all
             for piece in cutlass.range_constexpr(config.consumer_warpgroups):
                 index_of_piece = m_block * config.consumer_warpgroups + piece
@@ -65,9 +68,9 @@ class QueryProducer:
                 q_pipe.producer_commit(q_state)
                 q_state.advance()
             for block in cutlass.range(end - 1, -1, -1, unroll=1):
-                k_tile = k_boxes.box(tiled_k, s_k, k_tiles, block, sequence.seqlen_k)
+                k_tile = k_boxes.box(tiled_k, s_k, k_tiles, block, keys)
                 k_state = load(Phase.LOAD_K, tiled_k.atom, k_tile, k_stages, k_pipe, k_state)
-                v_tile = v_boxes.box(tiled_v, s_v, v_tiles, block, sequence.seqlen_k)
+                v_tile = v_boxes.box(tiled_v, s_v, v_tiles, block, keys)
                 v_state = load(Phase.LOAD_V, tiled_v.atom, v_tile, v_stages, v_pipe, v_state)
             # Late, so that whoever ends first gets the longest tile left
             begin(Phase.TAKE_TILE)

@@ -14,6 +14,14 @@ class Sequence(NamedTuple):
     offset_q: Int32 | None = None
     offset_k: Int32 | None = None
 
+    def query_row(self, query):
+        """The row of q of one of its queries."""
+        return query if self.offset_q is None else self.offset_q + query
+
+    def key_row(self, key):
+        """The row of k of one of its keys."""
+        return key if self.offset_k is None else self.offset_k + key
+
     def queries_of(self, tensor: cute.Tensor):
         """Its rows of (total, columns, heads, batch), beside q's."""
         return rows_of(tensor, self.offset_q, self.seqlen_q)

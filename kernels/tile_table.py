@@ -78,15 +78,15 @@ class TileTable:
     tile: int
     step: int
     keys: bool
-    right_bound: bool
+    band: Band  # of the tiles' kernel
     line_rows: int = 0  # queries of a line of the workspace; 0: there is none
     together: bool = False
     descending: bool = False
     threads: int = THREADS
 
     @cute.jit
-    def run(self, queries: Side, keys: Side, right: Int32, table: cute.Tensor):
-        """All threads of a CTA. table: (lines, ENTRY_WORDS)."""
+    def run(self, queries: Side, keys: Side, table: cute.Tensor, run):
+        """All threads of a CTA. table: (lines, ENTRY_WORDS); run: the band's bounds."""
         shared = self.shared()
         thread = cute.arch.thread_idx()[0]
         for first in cutlass.range_constexpr(0, BUCKETS, self.threads):
@@ -94,12 +94,12 @@ class TileTable:
         ranges = self.count_ranges(queries, keys)
         for first in cutlass.range(0, ranges, self.threads, unroll=1):
             self.read_ranges(shared, first, ranges, queries, keys)
-            self.visit(shared, right, None)
+            self.visit(shared, None, run)
         self.bucket_ends(shared, table)
         for first in cutlass.range(0, ranges, self.threads, unroll=1):
             if ranges > self.threads:
                 self.read_ranges(shared, first, ranges, queries, keys)
-            self.visit(shared, right, table)
+            self.visit(shared, table, run)
 
     def shared(self) -> Shared:
         ranges, warps = self.threads, self.threads // WARP_THREADS
@@ -178,14 +178,16 @@ class TileTable:
         return begin, used, end
 
     @cute.jit
-    def visit(self, shared: Shared, right: Int32, table: cute.Tensor | None):
+    def visit(self, shared: Shared, table: cute.Tensor | None, run):
         """Count the tiles of the ranges at hand by their steps, or with a ``table`` write their entries."""
         thread = cute.arch.thread_idx()[0]
         if const_expr(self.together):
             # A range's tiles count as its longest one
             before = self.tiles_before(shared, thread)
             tiles = shared.last[thread] - before
-            steps = cutlass.max(self.steps(shared, thread, Int32(0), right), self.steps(shared, thread, tiles - 1, right))
+            steps = self.steps(shared, thread, tiles // 2, run)
+            for block in (Int32(0), tiles - 1):
+                steps = cutlass.max(steps, self.steps(shared, thread, block, run))
             shared.places[thread] = self.add(shared, steps, tiles)
             cute.arch.sync_threads()
         if const_expr(not self.together or table is not None):
@@ -195,7 +197,7 @@ class TileTable:
                 if const_expr(self.together):
                     place = shared.places[owner] + block
                 else:
-                    place = self.add(shared, self.steps(shared, owner, block, right), Int32(1))
+                    place = self.add(shared, self.steps(shared, owner, block, run), Int32(1))
                 if const_expr(table is not None):
                     self.write(shared, table, place, owner, block)
         cute.arch.sync_threads()
@@ -213,17 +215,17 @@ class TileTable:
                 table[place + HEADER, Entry.FIRST_LINE] = shared.lines[Entry.FIRST_LINE, owner]
 
     @cute.jit
-    def steps(self, shared: Shared, owner: Int32, block: Int32, right: Int32) -> Int32:
+    def steps(self, shared: Shared, owner: Int32, block: Int32, run) -> Int32:
         """How many steps a tile takes."""
         seqlen_q, seqlen_k = shared.lines[Entry.SEQLEN_Q, owner], shared.lines[Entry.SEQLEN_K, owner]
+        lengths = seqlen_q, seqlen_k
         if const_expr(self.keys):
-            band = Band(self.tile, self.right_bound, packed=True)
-            first, _, end = band.query_blocks(block, self.step, seqlen_q, seqlen_k, right)
+            blocks = self.band.query_blocks(block, self.step, *lengths, run.right, run.left)
         else:
-            band = Band(self.step, self.right_bound, packed=True)
-            _, end, _ = band.blocks(block * self.tile, self.tile, seqlen_q, seqlen_k, right)
-            first = Int32(0)
-        return end - first
+            row = block * self.tile
+            origin = self.band.origin(row, *lengths, run.left)
+            blocks = self.band.blocks(row, self.tile, *lengths, run.right, run.left, origin)
+        return blocks.end - blocks.first
 
     @cute.jit
     def add(self, shared: Shared, steps: Int32, tiles: Int32) -> Int32:

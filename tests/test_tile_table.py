@@ -3,6 +3,7 @@
 import math
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from simulated_memory import Memory
 from threads import ThreadCta, float_bits, words
 
 from hopper_fa3.kernels import tile_table as real
+from hopper_fa3.kernels.blocks import Band
 
 THREADS = 64  # of a CTA here: several rounds with few sequences
 
@@ -79,8 +81,10 @@ def listed(case, table, right):
             words(THREADS // 32),
         )
     )  # fmt: skip
-    run = module.TileTable(*(getattr(table, name) for name in table.__dataclass_fields__))
-    cta.run(lambda: run.run(*sides, right, memory))
+    fields = {name: getattr(table, name) for name in table.__dataclass_fields__}
+    run = module.TileTable(**fields | {"band": kernels["blocks"].Band(**vars(table.band))})
+    bounds = SimpleNamespace(right=right or 0, left=None)
+    cta.run(lambda: run.run(*sides, memory, bounds))
     return memory.array
 
 
@@ -92,8 +96,10 @@ def check(case, table, right):
     # Where a gap's rows of the other side would be is nobody's concern
     sees = lambda entry: entry[2] if not table.keys else entry[1]  # noqa: E731
     side = 3 if table.keys else 4
-    strip = lambda entry: tuple(  # noqa: E731
-        None if index == side and not sees(entry) else word for index, word in enumerate(entry[:5])
+    strip = (
+        lambda entry: tuple(  # noqa: E731
+            None if index == side and not sees(entry) else word for index, word in enumerate(entry[:5])
+        )
     )
     assert {strip(entry) for entry in entries} == {strip(entry) for entry in expected}
     steps = {strip(entry): value for entry, value in expected.items()}
@@ -104,13 +110,18 @@ def check(case, table, right):
     return entries
 
 
+def table(tile, step, keys, right_bound, **options):
+    band = Band(tile if keys else step, right_bound, packed=True)
+    return real.TileTable(tile, step, keys, band, threads=THREADS, **options)
+
+
 TABLES = {
-    "queries": real.TileTable(192, 128, False, False, threads=THREADS),
-    "queries, causal": real.TileTable(128, 80, False, True, threads=THREADS),
-    "keys, causal": real.TileTable(128, 64, True, True, line_rows=64, threads=THREADS),
-    "keys": real.TileTable(64, 128, True, False, line_rows=128, threads=THREADS),
-    "keys, in order": real.TileTable(128, 64, True, True, 64, together=True, descending=True, threads=THREADS),
-    "lines of queries": real.TileTable(64, 128, False, False, line_rows=64, threads=THREADS),
+    "queries": table(192, 128, False, False),
+    "queries, causal": table(128, 80, False, True),
+    "keys, causal": table(128, 64, True, True, line_rows=64),
+    "keys": table(64, 128, True, False, line_rows=128),
+    "keys, in order": table(128, 64, True, True, line_rows=64, together=True, descending=True),
+    "lines of queries": table(64, 128, False, False, line_rows=64),
 }
 
 
@@ -120,7 +131,9 @@ def test_every_row_is_in_one_tile(name, used):
     table = TABLES[name]
     for seed in range(3):
         batch = (1, 7, 150)[seed]
-        check(Case(seed, batch, (3000, 700, 300)[seed], used, gaps=seed > 0), table, 0 if table.right_bound else None)
+        check(
+            Case(seed, batch, (3000, 700, 300)[seed], used, gaps=seed > 0), table, 0 if table.band.right_bound else None
+        )
 
 
 def test_lines_of_the_workspace_are_the_sequences_own():
@@ -130,7 +143,7 @@ def test_lines_of_the_workspace_are_the_sequences_own():
         assert 0 <= first and first + block < lines
         if seqlen_k:  # of others nobody writes
             assert owners.setdefault(first + block, (offset_q, seqlen_q, block)) == (offset_q, seqlen_q, block)
-    of_keys = replace(table, keys=True, tile=128, step=64)
+    of_keys = replace(TABLES["keys"], tile=128, step=64, line_rows=64)
     own = {entry[3]: entry[5] for entry in check(case, of_keys, None) if entry[1]}
     assert own and {offset: first for _, _, k, offset, _, first in check(case, table, None) if k and offset in own} == {
         offset: first for offset, first in own.items()
