@@ -16,6 +16,7 @@ import cutlass.cute as cute
 
 from .kernels.backward import BackwardKernel
 from .kernels.forward import DTYPES, ForwardKernel
+from .kernels.packed_backward import PackedBackwardKernel
 from .kernels.packed_forward import PackedForwardKernel
 from .kernels.query_kernel import QueryKernel
 from .kernels.tile_table import ENTRY_WORDS
@@ -60,7 +61,19 @@ def cached():
 
 
 def _trace(static, plan, options):
-    if isinstance(plan, BackwardPlan):
+    if isinstance(plan, BackwardPlan) and static.packed is not None:
+        kernel = PackedBackwardKernel(backward_config(static, plan))
+        name, main = kernel.config.name, kernel.main
+        names = {
+            PackedBackwardKernel.list_tiles: f"{name}_tables",
+            PackedBackwardKernel.before: f"{name}_before",
+            BackwardKernel.kernel: name,
+            PackedBackwardKernel.behind: f"{name}_behind",
+        }
+        if main.queries is not None:
+            names[QueryKernel.kernel] = main.queries.config.name
+        arguments = _packed_backward_arguments(static, kernel.config)
+    elif isinstance(plan, BackwardPlan):
         kernel = BackwardKernel(backward_config(static, plan))
         names = {
             BackwardKernel.before: f"{kernel.config.name}_before",
@@ -164,6 +177,26 @@ def _backward_arguments(static, config):
     turns = _tensor(cutlass.Int32, batch, heads, blocks, pieces, divisibility=1, align=4) if config.turns else None
     scalars = (wide(1.0), wide(1.0), *_bounds(static), *(cutlass.Int32(1) for _ in range(8)))
     return q, k, v, out, lse, do, dlse, dq, dk, dv, rows, sums, turns, *parts, _counter(), *scalars, _stream()
+
+
+def _packed_backward_arguments(static, config):
+    """The same for the gradients of packed sequences."""
+    dtype, wide = DTYPES[static.dtype], cutlass.Float32
+    total_q, total_k, heads, heads_k, lines = (cute.sym_int() for _ in range(5))
+    head_dim, head_dim_v = cute.sym_int(divisibility=8), cute.sym_int(divisibility=8)
+    q, dq = (_tensor(dtype, total_q, heads, head_dim) for _ in range(2))
+    k, dk = (_tensor(dtype, total_k, heads_k, head_dim) for _ in range(2))
+    v, dv = (_tensor(dtype, total_k, heads_k, head_dim_v) for _ in range(2))
+    out, do = (_tensor(dtype, total_q, heads, head_dim_v) for _ in range(2))
+    lse, dlse = (_tensor(wide, heads, total_q, divisibility=1, align=4) for _ in range(2))
+    rows = _tensor(wide, heads, lines, config.row_floats)
+    sums = _tensor(wide, heads, lines, config.tile_m * config.head_dim) if config.sums else None
+    pieces = config.consumer_warpgroups
+    turns = _tensor(cutlass.Int32, heads, lines, pieces, divisibility=1, align=4) if config.turns else None
+    tables = _table(), _table(), None if config.sums else _table()
+    scalars = (wide(1.0), wide(1.0), *_bounds(static), *(cutlass.Int32(1) for _ in range(5)))
+    tensors = q, k, v, out, lse, do, dlse if static.lse_gradient else None, dq, dk, dv
+    return *tensors, *_sequences(static), rows, sums, turns, *tables, _counter(), *scalars, _stream()
 
 
 def _bounds(static):

@@ -177,6 +177,7 @@ def backward_config(static, plan):
         right_bound=static.right_bound,
         left_bound=static.left_bound,
         deterministic=static.deterministic,
+        packed=static.packed is not None,
         **plan._asdict(),
     )
 

@@ -104,7 +104,11 @@ class BackwardConsumer:
         ds_state = pipeline.make_pipeline_state(consumer, config.score_stages)
         state = State(q_state, do_state, ds_state, Int32(0))
         queue_state = pipeline.make_pipeline_state(consumer, SLOTS)
-        own_key = warpgroup * WGMMA_M + thread // QUAD // 8 * 16 + thread // QUAD % 8
+        row = thread
+        if const_expr(self.band.packed):
+            # Not the one that is kept: where this is used, between tiles, it is cheaper to compute than to spill
+            row = cute.arch.thread_idx()[0] % WARPGROUP_THREADS
+        own_key = warpgroup * WGMMA_M + row // QUAD // 8 * 16 + row // QUAD % 8
         work = self.schedule.receive_work(queue, queue_state)
         while work.n_block >= 0:
             seqlen_q, seqlen_k = work.lengths(lengths)

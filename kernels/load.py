@@ -78,9 +78,9 @@ class SequenceBoxes:
 
     @cute.jit
     def box(self, tiled: TiledTensor, shared: cute.Tensor, tiles: cute.Tensor, block: Int32, length: Int32):
-        """``length``: from the origin to the sequence's end."""
+        """``length``: from the origin to the sequence's end, which lies behind the box's first row."""
         first = block * self.rows
-        valid = cutlass.min(cutlass.max(length - first, 0), self.rows)
+        valid = cutlass.min(length - first, self.rows)
         _, source = partition(tiled, shared, CutRows(self.rows, self.columns).box(tiles, first, valid))
         return source
 

@@ -17,8 +17,8 @@ def one_batch(tensor):
     return cute.make_tensor(tensor.iterator, cute.make_layout((*layout.shape, 1), stride=(*layout.stride, 0)))
 
 
-def one_batch_of_rows(tensor):
-    """(heads, total, ..) as (1, heads, total, ..); None stays None."""
+def one_more_mode(tensor):
+    """A tensor with a batch of 1 in front; None stays None."""
     if tensor is None:
         return None
     return cute.make_tensor(
@@ -66,7 +66,7 @@ class PackedForwardKernel:
             grid=(1, 1, 1), block=(self.table.threads, 1, 1), stream=stream, use_pdl=True
         )
         tensors = tuple(map(one_batch, (q, k, v, out)))
-        self.main.launch(tensors, one_batch_of_rows(lse), counter, run, ctas, stream, table)
+        self.main.launch(tensors, one_more_mode(lse), counter, run, ctas, stream, table)
 
     @cute.kernel
     def list_tiles(self, sides: tuple, table: cute.Tensor, run: RunTime):

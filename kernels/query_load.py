@@ -52,8 +52,10 @@ class QueryProducer:
             first_key, keys = sequence.key_row(origin), sequence.seqlen_k - origin
             k_tiles, k_stages = k_boxes.of_head(tiled_k, s_k, head_k, batch_index, first_key)
             v_tiles, v_stages = v_boxes.of_head(tiled_v, s_v, head_k, batch_index, first_key)
-            # Also for a tile that sees no key: the turn of Q's buffer stays the same for all
-            for piece in cutlass.range_constexpr(config.consumer_warpgroups):
+            # Also for a tile that sees no key: the turn of Q's buffer stays the same for all. Not unrolled where
+            # sequences are packed: their places need this warp's few registers
+            pieces = config.consumer_warpgroups
+            for piece in cutlass.range(pieces, unroll=1 if self.band.packed else pieces):
                 index_of_piece = m_block * config.consumer_warpgroups + piece
                 begin(Phase.WAIT_FREE)
                 q_pipe.producer_acquire(q_state)
