@@ -3,8 +3,9 @@
 import torch
 from torch.autograd import forward_ad
 
-from . import launch, ops, reference
+from . import launch, ops, reference, reference_packed
 from .problem import Problem, check_states, split_packed
+from .problem_packed import PackedProblem
 
 MEMO_ENTRIES = 4096  # one or two KiB each: bounds what a program with endlessly varying lengths keeps
 _recipes = {}  # signature of a CUDA call -> launch.Recipe: a call seen before skips validation and planning
@@ -111,8 +112,41 @@ def flash_attn_varlen_func(
     return_attn_probs=False, *, sink=None, alibi_slopes=None, score=None, mask=None, block_mask=None, page_table=None,
     out=None, plan=None,
 ):  # fmt: skip
-    """Attention over packed sequences of different lengths. Not built yet: raises NotImplementedError."""
-    raise NotImplementedError("flash_attn_varlen_func is not built yet")
+    """flash_attn_func for sequences of different lengths, packed one behind the other into one tensor.
+
+    q: ``(total_q, heads, head_dim)``. k: ``(total_k, heads_k, head_dim)``. v: ``(total_k, heads_k, head_dim_v)``.
+        Dtypes, head dims, heads and strides as in flash_attn_func.
+    cu_seqlens_q, cu_seqlens_k: int32 ``(batch + 1,)``, contiguous, on q's device: the rows of sequence b go from
+        ``cu_seqlens[b]`` to before ``cu_seqlens[b + 1]``. They start at 0 or above, never decrease, and end at the
+        total or below. Sequences may be empty.
+    max_seqlen_q, max_seqlen_k: at least the longest sequence's used length; an int or a 0-dim tensor of integers. No
+        result depends on them.
+    seqused_q, seqused_k: int32 ``(batch,)``, contiguous, on q's device: how many of its rows, the first ones, a
+        sequence uses, from 0 to its length. None: all.
+    causal, window_size: as in flash_attn_func within each sequence, with its used lengths as seqlen_q and seqlen_k.
+    page_table: not built yet. The other arguments are those of flash_attn_func.
+
+    The host reads nothing from a GPU, so what cu_seqlens, seqused and max_seqlen hold is checked on the CPU only. Rows
+    that no sequence uses may hold anything, also NaN: it reaches no result, and their gradients are 0.
+
+    Returns out ``(total_q, heads, head_dim_v)`` in q's dtype, and with return_attn_probs the natural-log LSE ``(heads,
+    total_q)`` in float32 (float64 for float64). A query that sees no key yields 0 and LSE -inf, and so does a row of q
+    that no sequence uses. Differentiable as flash_attn_func is, and raises what it does; NotImplementedError on CUDA,
+    where it is not built yet.
+    """
+    problem = PackedProblem.from_tensors(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k,
+        softmax_scale=softmax_scale, causal=causal, qv=qv, q_descale=q_descale, k_descale=k_descale,
+        v_descale=v_descale, window_size=window_size, attention_chunk=attention_chunk, softcap=softcap,
+        num_splits=num_splits, pack_gqa=pack_gqa, deterministic=deterministic, sm_margin=sm_margin, sink=sink,
+        alibi_slopes=alibi_slopes, score=score, mask=mask, block_mask=block_mask, page_table=page_table, out=out,
+        plan=plan,
+    )  # fmt: skip
+    if problem.device.type == "cuda":
+        raise NotImplementedError("flash_attn_varlen_func is not built yet on CUDA")
+    lengths = reference_packed.Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    out, lse = reference_packed.blockwise_packed(problem, q, k, v, lengths, out=out)
+    return (out, lse) if return_attn_probs else out
 
 
 def flash_attn_with_kvcache(

@@ -1,13 +1,14 @@
 """What is asked of sequences packed into one tensor: one call of flash_attn_varlen_func, validated as in problem.py."""
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
 from .problem import (
     TILE_ROWS,
     Packed,
+    Problem,
     backward_static_of,
     bounds,
     check_flag,
@@ -129,6 +130,13 @@ class PackedProblem:
     def backward_static(self, lse_gradient, deterministic):
         """The same for the gradients of a CUDA problem; the sign of the scale changes nothing in them."""
         return backward_static_of(self, lse_gradient, deterministic)._replace(packed=self.packed)
+
+    def side_by_side(self, count, seqlen_q, seqlen_k):
+        """The Problem of ``count`` of its sequences, all of these lengths, as the heads of one."""
+        shared = {field.name for field in fields(self)} & {field.name for field in fields(Problem)}
+        lengths = {"batch": 1, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
+        heads = {"heads": count * self.heads, "heads_k": count * self.heads_k}
+        return Problem(**{name: getattr(self, name) for name in shared} | lengths | heads)
 
 
 def used_rows(cu_seqlens, seqused=None):

@@ -7,13 +7,12 @@ from fractions import Fraction
 import pytest
 import torch
 from refusal import refused
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hopper_fa3 import problem
 from hopper_fa3.plan import Plan
 from hopper_fa3.problem import ILLEGAL, BackwardStatic, Problem, Static, bounds, refuse_illegal
 
-SMS = 132
+SMS = 132  # of the fixture hopper
 NUMBERS = {"heads": 4, "heads_k": 2, "head_dim": 64, "head_dim_v": 64, "batch": 2, "seqlen_q": 5, "seqlen_k": 7}
 
 
@@ -26,16 +25,6 @@ def tensors(device="cpu", dtype=torch.bfloat16, **numbers):
         one.expand(n["batch"], n["seqlen_k"], n["heads_k"], n["head_dim"]),
         one.expand(n["batch"], n["seqlen_k"], n["heads_k"], n["head_dim_v"]),
     )
-
-
-@pytest.fixture
-def hopper(monkeypatch):
-    """CUDA tensors can be made, and the device says that it is an H200."""
-    monkeypatch.setattr(problem, "architecture", lambda device: "sm_90")
-    monkeypatch.setattr(problem, "multiprocessors", lambda device: SMS)
-    monkeypatch.setattr(torch.Tensor, "data_ptr", lambda tensor: 4096)  # a fake tensor has no address
-    with FakeTensorMode():
-        yield
 
 
 # Facts of a legal call on each device, in the plain values of the table.
@@ -74,7 +63,7 @@ ROWS = (
     ("sm_margin", {"sm_margin": -1}, ValueError, "sm_margin must be an integer of at least 0, got -1"),
     ("remaining_sms", CUDA | {"remaining_sms": 0}, ValueError,
      "the device's SMs minus sm_margin must be at least 1, got 0"),
-    ("left", {"left": 3}, NotImplementedError, f"{WINDOW}, got 3"),
+    ("left", CUDA | {"left": 3}, NotImplementedError, f"{WINDOW}, got 3"),
     ("num_splits", {"num_splits": 4}, NotImplementedError,
      "num_splits must be 0 or 1 (splitting is not built yet), got 4"),
     ("pack_gqa", {"pack_gqa": True}, NotImplementedError,
@@ -116,7 +105,9 @@ def test_a_row_refuses_and_is_the_only_one_to(index):
         CUDA | {"seqlen_q": 2**30 - 1, "seqlen_k": 2**30 - 1}, CUDA | {"seqlen_q": 0, "seqlen_k": 0, "tiles": 0},
         CUDA | {"tiles": 2**31 - 2**12 - 1}, {"tiles": 2**31}, {"sm_margin": 8}, {"sm_margin": 1000},
         CUDA | {"sm_margin": SMS - 1, "remaining_sms": 1}, {"num_splits": 0}, {"pack_gqa": False}, GRAD,
-        {"out": torch.ones(2)}, CUDA | {"out": torch.ones(2)}, {"tangent": True},
+        {"out": torch.ones(2)}, CUDA | {"out": torch.ones(2)}, {"tangent": True}, {"left": 3},
+        CUDA | {"total_q": 2**30 - 1, "total_k": 2**30 - 1, "packed_tiles": 2**31 - 2**12 - 1}, {"packed_tiles": 2**31},
+        {"total_q": 2**31, "total_k": 2**31},
     ],
     ids=str,
 )  # fmt: skip
@@ -147,7 +138,6 @@ CALLS = (
     ({"score": max}, NotImplementedError, "score must be None (not built yet), got builtin_function_or_method"),
     ({"mask": torch.ones(2)}, NotImplementedError, "mask must be None (not built yet), got Tensor"),
     ({"block_mask": ()}, NotImplementedError, "block_mask must be None (not built yet), got tuple"),
-    ({"window_size": (5, -1)}, NotImplementedError, f"{WINDOW}, got 5"),
     ({"window_size": (-2, 0)}, ValueError, "each side of window_size must be None, -1 or at least 0, got (-2, 0)"),
     ({"window_size": (-1, -2)}, ValueError, "each side of window_size must be None, -1 or at least 0, got (-1, -2)"),
     ({"window_size": (-1, 1.5)}, ValueError, "each side of window_size must be None, -1 or at least 0, got (-1, 1.5)"),
@@ -322,6 +312,7 @@ def test_static_holds_classes_and_presence(hopper):
         ({"seqlen_k": 2**30}, {}, ValueError, "seqlen_k must be less than 2**30, got 1073741824"),
         ({"batch": 2**20, "heads": 2**5, "seqlen_q": 64 * 63 + 1}, {}, ValueError,
          "batch * heads * ceil(seqlen_q / 64) must be less than 2**31 - 2**12, got 2147483648"),
+        ({}, {"window_size": (5, -1)}, NotImplementedError, f"{WINDOW}, got 5"),
         ({}, {"sm_margin": 132}, ValueError, "the device's SMs minus sm_margin must be at least 1, got 0"),
         ({}, {"sm_margin": 1.0}, ValueError, "sm_margin must be an integer of at least 0, got 1.0"),
         ({}, {"plan": Plan(100, 128)}, ValueError, "tile_m must be 64, 128 or 192, got 100"),

@@ -1,0 +1,80 @@
+"""The bounds of check.py and check_gradients.py for packed sequences: each sequence is held to them by itself."""
+
+import contextlib
+import math
+
+import check
+import check_gradients
+import torch
+from packed_cases import unused
+
+from hopper_fa3 import flash_attn_varlen_func
+
+
+def run(inputs, *, out=None, **options):
+    """(out, lse), with NaN before in out and in the memory that the LSE is likely to get: see check.run."""
+    (total_q, heads, _), head_dim_v = inputs.q.shape, inputs.v.shape[-1]
+    if out is None:
+        out = inputs.q.new_empty((total_q, heads, head_dim_v))
+    out.fill_(math.nan)
+    torch.full((heads, total_q), math.nan, device=out.device)
+    got, lse = flash_attn_varlen_func(*inputs, out=out, return_attn_probs=True, **options)
+    assert (got.data_ptr(), got.stride()) == (out.data_ptr(), out.stride()), "not the tensor given as out="
+    return got, lse
+
+
+def run_gradients(inputs, dout=None, dlse=None, *, wanted="qkv", **options):
+    """(dq, dk, dv), with NaN in freed memory before; None for what is not ``wanted``: see check_gradients.run."""
+    leaves = check_gradients.leaves_of(*inputs[:3], wanted)
+    results = flash_attn_varlen_func(*leaves, *inputs[3:], return_attn_probs=True, **options)
+    outputs, arrived = zip(*((x, y) for x, y in zip(results, (dout, dlse), strict=True) if y is not None), strict=True)
+    asked = [leaf for leaf in leaves if leaf.requires_grad]
+    check_gradients.spoil_free_memory(*(leaf[None] for leaf in leaves))
+    got = iter(torch.autograd.grad(outputs, asked, arrived))
+    return tuple(next(got) if leaf.requires_grad else None for leaf in leaves)
+
+
+def sequences(inputs):
+    """For each sequence: the slices of its used rows in q and in k, and its q, k and v as a batch of one."""
+    for rows in inputs.lengths.rows:
+        queries, keys = (slice(each.start, each.stop) for each in rows)
+        yield queries, keys, (inputs.q[None, queries], inputs.k[None, keys], inputs.v[None, keys])
+
+
+def compare(out, lse, inputs, **options):
+    """AssertionError where (out, lse) is not attention of each sequence, or 0 and -inf in rows that none uses."""
+    (total_q, heads, _), head_dim_v = inputs.q.shape, inputs.v.shape[-1]
+    assert (out.dtype, out.shape) == (inputs.q.dtype, (total_q, heads, head_dim_v))
+    assert (lse.dtype, lse.shape) == (torch.float32, (heads, total_q))
+    rows = unused(inputs.lengths, total_q, 0).to(out.device)
+    assert not out[rows].any() and (lse[:, rows] == -math.inf).all(), "rows of no sequence must be 0 and -inf"
+    for number, (queries, _, tensors) in enumerate(sequences(inputs)):
+        with located(number, tensors):
+            check.compare(out[None, queries], lse[None, :, queries], *tensors, **options)
+
+
+def compare_gradients(gradients, inputs, dout=None, dlse=None, **options):
+    """AssertionError where (dq, dk, dv), of which any may be None, are not those of each sequence, 0 in other rows."""
+    for name, x, ours, place in zip(("dq", "dk", "dv"), inputs[:3], gradients, (0, 1, 1), strict=True):
+        if ours is not None:
+            assert (ours.dtype, ours.shape) == (x.dtype, x.shape)
+            rows = unused(inputs.lengths, len(x), place).to(x.device)
+            assert not ours[rows].any(), f"{name}: rows of no sequence must be exactly 0"
+    for number, (queries, keys, tensors) in enumerate(sequences(inputs)):
+        parts = [None if x is None else x[None, rows] for x, rows in zip(gradients, (queries, keys, keys), strict=True)]
+        arrived = {
+            "dout": None if dout is None else dout[None, queries],
+            "dlse": None if dlse is None else dlse[None, :, queries],
+        }
+        with located(number, tensors):
+            check_gradients.compare(parts, *tensors, **arrived, **options)
+
+
+@contextlib.contextmanager
+def located(number, tensors):
+    """Says in which sequence an assertion inside the block failed."""
+    try:
+        yield
+    except AssertionError as error:
+        place = f"sequence {number} ({tensors[0].shape[1]} queries, {tensors[1].shape[1]} keys)"
+        raise AssertionError(f"{place}: {error}") from error
