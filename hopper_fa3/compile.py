@@ -19,7 +19,7 @@ from .kernels.forward import DTYPES, ForwardKernel
 from .kernels.packed_backward import PackedBackwardKernel
 from .kernels.packed_forward import PackedForwardKernel
 from .kernels.query_kernel import QueryKernel
-from .kernels.tile_table import ENTRY_WORDS
+from .kernels.table_size import ENTRY_WORDS
 from .plan import BackwardPlan, backward_config, forward_config
 
 if os.environ["CUTE_DSL_ARCH"] != "sm_90a":

@@ -11,7 +11,8 @@ from .args import BackwardRunTime
 from .config import WARP_THREADS
 from .schedule import Place, Schedule, TileQueue
 from .sequence import Sequence, behind, rows_of
-from .tile_table import HEADER, Entry
+from .table_size import HEADER
+from .tile_table import Entry
 
 
 class PackedTile(NamedTuple):

@@ -16,6 +16,7 @@ from cutlass.memory import SmemAllocator
 
 from .blocks import Band
 from .config import WARP_THREADS
+from .table_size import HEADER
 
 THREADS = 1024  # of a CTA, and ranges of rows that it holds at once
 # Counts of steps that count as one: equal ones below 32, above those that agree in this many leading bits, which is 3 %
@@ -34,21 +35,6 @@ class Entry(IntEnum):
     OFFSET_Q = 3  # row at which the sequence begins
     OFFSET_K = 4
     FIRST_LINE = 5  # of the workspace: BackwardConfig.tile_m queries a line, each sequence begins a new one
-
-
-ENTRY_WORDS = 8  # whole sectors of 32 bytes
-HEADER = 1  # lines before the entries: how many these are
-
-
-def table_lines(rows: int, tile: int, batch: int, used: bool):
-    """Lines that a table of all tiles of ``tile`` rows needs. ``used``: sequences may use fewer rows than they have."""
-    ranges = (2 if used else 1) * batch + 2
-    return HEADER + rows // tile + min(ranges, rows)
-
-
-def workspace_lines(total_q: int, tile: int, batch: int):
-    """Lines of a workspace in which each sequence, and the rows behind the last one, begin a new line."""
-    return total_q // tile + batch + 1
 
 
 class Side(NamedTuple):
@@ -86,7 +72,7 @@ class TileTable:
 
     @cute.jit
     def run(self, queries: Side, keys: Side, table: cute.Tensor, run):
-        """All threads of a CTA. table: (lines, ENTRY_WORDS); run: the band's bounds."""
+        """All threads of a CTA. table: (table_lines, ENTRY_WORDS); run: the band's bounds."""
         shared = self.shared()
         thread = cute.arch.thread_idx()[0]
         for first in cutlass.range_constexpr(0, BUCKETS, self.threads):

@@ -10,6 +10,7 @@ import pytest
 from simulated_memory import Memory
 from threads import ThreadCta, float_bits, words
 
+from hopper_fa3.kernels import table_size
 from hopper_fa3.kernels import tile_table as real
 from hopper_fa3.kernels.blocks import Band
 
@@ -73,8 +74,8 @@ def listed(case, table, right):
         for (ends, counts, total), used in zip(case.sides, case.used, strict=True)
     ]
     own = case.sides[table.keys]
-    lines = real.table_lines(own[2], table.tile, case.batch, case.used[table.keys])
-    memory = words(lines, real.ENTRY_WORDS)
+    lines = table_size.table_lines(own[2], table.tile, case.batch, case.used[table.keys])
+    memory = words(lines, table_size.ENTRY_WORDS)
     module.TileTable.shared = lambda _: cta.once(
         lambda: module.Shared(
             words(THREADS), words(len(real.Entry), THREADS), words(THREADS), words(real.BUCKETS),
@@ -91,8 +92,8 @@ def listed(case, table, right):
 def check(case, table, right):
     found, expected = listed(case, table, right), case.expected(table, right)
     count = found[0, 0]
-    assert count == len(expected) <= len(found) - real.HEADER
-    entries = [tuple(int(word) for word in line[:6]) for line in found[real.HEADER : real.HEADER + count]]
+    assert count == len(expected) <= len(found) - table_size.HEADER
+    entries = [tuple(int(word) for word in line[:6]) for line in found[table_size.HEADER : table_size.HEADER + count]]
     # Where a gap's rows of the other side would be is nobody's concern
     sees = lambda entry: entry[2] if not table.keys else entry[1]  # noqa: E731
     side = 3 if table.keys else 4
@@ -138,7 +139,7 @@ def test_every_row_is_in_one_tile(name, used):
 
 def test_lines_of_the_workspace_are_the_sequences_own():
     table, case = TABLES["lines of queries"], Case(5, 40, 500, (True, False), gaps=True)
-    owners, lines = {}, real.workspace_lines(case.sides[0][2], table.tile, case.batch)
+    owners, lines = {}, table_size.workspace_lines(case.sides[0][2], table.tile, case.batch)
     for block, seqlen_q, seqlen_k, offset_q, _, first in check(case, table, None):
         assert 0 <= first and first + block < lines
         if seqlen_k:  # of others nobody writes
@@ -172,7 +173,7 @@ def test_an_unlawful_table_stays_within_its_memory():
     ends, counts, total = case.sides[0]
     case.sides[0] = np.array([0, total, 0, total, -7]), counts, total
     found = listed(case, TABLES["queries"], None)
-    assert 0 <= found[0, 0] <= len(found) - real.HEADER
+    assert 0 <= found[0, 0] <= len(found) - table_size.HEADER
 
 
 @pytest.mark.parametrize(("tiles", "bits"), [(1, 127 << 23), (3, 0x40400000), (2**30 + 1, 157 << 23)])
