@@ -42,13 +42,14 @@ class BackwardProducer:
         begin(Phase.TAKE_TILE)
         work, queue_state = self.schedule.hand_out(queue, queue_state, lengths, run, first=True)
         while work.n_block >= 0:
-            n_block, head_k, batch_index, last_head = work.n_block, work.head_k, work.batch, work.last_head
+            n_block, head_k, batch_index, head, last_head = (
+                work.n_block, work.head_k, work.batch, work.head, work.last_head
+            )  # fmt: skip
             seqlen_q, seqlen_k = work.lengths(lengths)
             offset_q, offset_k = work.offset_q, work.offset_k
             blocks = self.band.query_blocks(n_block, config.tile_m, seqlen_q, seqlen_k, run.right, run.left)
-            head = self.band.first_head(work, blocks)
-            # False where no query sees any of the tile's keys. K and V are loaded all the same: they come with a tile
-            visited = head < last_head if const_expr(self.band.unseen_tiles) else True
+            # Where no query sees any of the tile's keys, K and V are loaded all the same: each tile begins with a wait
+            visited = self.band.first_head(work, blocks) < last_head if const_expr(self.band.unseen_tiles) else True
             first, *_, end = work.blocks_of(head, blocks)
             k_tiles, k_stages = k_boxes.of_head(tiled_k, s_k, head_k, batch_index, offset_k)
             v_tiles, v_stages = v_boxes.of_head(tiled_v, s_v, head_k, batch_index, offset_k)
@@ -69,6 +70,7 @@ class BackwardProducer:
             v_tile = v_boxes.box(tiled_v, s_v, v_tiles, n_block, seqlen_k)
             v_state = load(Phase.LOAD_V, tiled_v.atom, v_tile, v_stages, v_pipe, v_state)
             first += 1
+            head = self.band.first_head(work, blocks)
             while head < last_head:
                 q_tiles, q_stages = q_boxes.of_head(tiled_q, s_q, head, batch_index, offset_q)
                 do_tiles, do_stages = do_boxes.of_head(tiled_do, s_do, head, batch_index, offset_q)

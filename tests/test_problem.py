@@ -30,14 +30,13 @@ def tensors(device="cpu", dtype=torch.bfloat16, **numbers):
 # Facts of a legal call on each device, in the plain values of the table.
 LEGAL = {
     "device": "cpu", "architecture": None, "dtype": "bfloat16", "head_dim": 64, "head_dim_v": 64, "seqlen_q": 5,
-    "seqlen_k": 7, "tiles": 8, "sm_margin": 0, "remaining_sms": None, "left": None, "num_splits": 1, "pack_gqa": None,
+    "seqlen_k": 7, "tiles": 8, "sm_margin": 0, "remaining_sms": None, "num_splits": 1, "pack_gqa": None,
     "attention_chunk": 0, "softcap": 0.0, "qv": None, "q_descale": None, "k_descale": None, "v_descale": None,
     "sink": None, "alibi_slopes": None, "score": None, "mask": None, "block_mask": None, "out": None,
     "requires_grad": False, "tangent": False, "total_q": 5, "total_k": 7, "packed_tiles": 12, "page_table": None,
 }  # fmt: skip
 CUDA = {"device": "cuda", "architecture": "sm_90", "remaining_sms": SMS}
 GRAD = {"requires_grad": True}
-WINDOW = "the left side of window_size must be open or at least seqlen_k - 1 (windows are not built yet)"
 DIMS = "must be a multiple of 8 and at most 256"
 
 # In the table's order: fact, facts that differ from LEGAL, error, message.
@@ -63,7 +62,6 @@ ROWS = (
     ("sm_margin", {"sm_margin": -1}, ValueError, "sm_margin must be an integer of at least 0, got -1"),
     ("remaining_sms", CUDA | {"remaining_sms": 0}, ValueError,
      "the device's SMs minus sm_margin must be at least 1, got 0"),
-    ("left", CUDA | {"left": 3}, NotImplementedError, f"{WINDOW}, got 3"),
     ("num_splits", {"num_splits": 4}, NotImplementedError,
      "num_splits must be 0 or 1 (splitting is not built yet), got 4"),
     ("pack_gqa", {"pack_gqa": True}, NotImplementedError,
@@ -175,8 +173,8 @@ def test_a_call_with_an_illegal_option(options, error, message):
 
 
 def test_every_option_that_is_not_built_is_refused_by_a_call():
-    unbuilt = {row.fact for row in ILLEGAL if row.error is NotImplementedError}
-    unbuilt -= {"left", "tangent", "page_table"}  # no options, and one that only packed calls have
+    # No options, and one that only packed calls have
+    unbuilt = {row.fact for row in ILLEGAL if row.error is NotImplementedError} - {"tangent", "page_table"}
     assert unbuilt <= {next(iter(options)) for options, error, _ in CALLS if error is NotImplementedError}
 
 
@@ -299,6 +297,12 @@ def test_static_holds_classes_and_presence(hopper):
     assert half.static == Static("float16", 64, 128, False, False, False)
     shifted = Problem.from_tensors(*tensors("cuda"), window_size=(-1, 2))
     assert shifted.right == 2 and shifted.static == Static("bfloat16", 64, 64, True, False, False)
+    # A left bound is never alone; the right one hides nothing then
+    for window, right in (((3, 2), 2), ((3, -1), 4)):
+        windowed = Problem.from_tensors(*tensors("cuda"), window_size=window)
+        assert windowed.static == Static("bfloat16", 64, 64, True, True, False)
+        assert windowed.backward_static(True, False) == BackwardStatic("bfloat16", 64, 64, True, True, False, True)
+        assert windowed.kernel_bounds == (right, 3)
     assert hash(half.static) == hash(Static(*half.static)) and half.static != shifted.static
 
 
