@@ -24,7 +24,7 @@ hooks, and a left side or a chunk that hides a key are not built yet.
 import torch
 from torch.autograd import forward_ad
 
-from . import launch, ops, reference, reference_packed
+from . import launch, launch_packed, ops, reference, reference_packed
 from .problem import Problem, check_states, split_packed
 from .problem_packed import PackedProblem
 
@@ -153,8 +153,7 @@ def flash_attn_varlen_func(
 
     Returns out ``(total_q, heads, head_dim_v)`` in q's dtype, and with return_attn_probs the natural-log LSE ``(heads,
     total_q)`` in float32 (float64 for float64). A query that sees no key yields 0 and LSE -inf, and so does a row of q
-    that no sequence uses. Differentiable as flash_attn_func is, and raises what it does; NotImplementedError on CUDA,
-    where it is not built yet.
+    that no sequence uses. Differentiable as flash_attn_func is, and raises what it does.
     """
     problem = PackedProblem.from_tensors(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k,
@@ -164,10 +163,17 @@ def flash_attn_varlen_func(
         alibi_slopes=alibi_slopes, score=score, mask=mask, block_mask=block_mask, page_table=page_table, out=out,
         plan=plan,
     )  # fmt: skip
-    if problem.device.type == "cuda":
-        raise NotImplementedError("flash_attn_varlen_func is not built yet on CUDA")
     lengths = reference_packed.Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
-    out, lse = reference_packed.blockwise_packed(problem, q, k, v, lengths, out=out)
+    if problem.device.type == "cpu":
+        out, lse = reference_packed.blockwise_packed(problem, q, k, v, lengths, out=out)
+        return (out, lse) if return_attn_probs else out
+    recipe = launch_packed.prepare(
+        problem, q, k, v, out=out, plan=plan, sm_margin=sm_margin, deterministic=deterministic
+    )
+    if recipe.gradients is not None:
+        out, lse = ops.PackedAttention.apply(q, k, v, recipe, *lengths)
+    else:
+        out, lse = launch_packed.execute(recipe, q, k, v, lengths, out, want_lse=return_attn_probs)
     return (out, lse) if return_attn_probs else out
 
 

@@ -16,7 +16,10 @@ import cutlass.cute as cute
 
 from .kernels.backward import BackwardKernel
 from .kernels.forward import DTYPES, ForwardKernel
+from .kernels.packed_backward import PackedBackwardKernel
+from .kernels.packed_forward import PackedForwardKernel
 from .kernels.query_kernel import QueryKernel
+from .kernels.table_size import ENTRY_WORDS
 from .plan import BackwardPlan, backward_config, forward_config
 
 if os.environ["CUTE_DSL_ARCH"] != "sm_90a":
@@ -58,7 +61,19 @@ def cached():
 
 
 def _trace(static, plan, options):
-    if isinstance(plan, BackwardPlan):
+    if isinstance(plan, BackwardPlan) and static.packed is not None:
+        kernel = PackedBackwardKernel(backward_config(static, plan))
+        name, main = kernel.config.name, kernel.main
+        names = {
+            PackedBackwardKernel.list_tiles: f"{name}_tables",
+            PackedBackwardKernel.before: f"{name}_before",
+            BackwardKernel.kernel: name,
+            PackedBackwardKernel.behind: f"{name}_behind",
+        }
+        if main.queries is not None:
+            names[QueryKernel.kernel] = main.queries.config.name
+        arguments = _packed_backward_arguments(static, kernel.config)
+    elif isinstance(plan, BackwardPlan):
         kernel = BackwardKernel(backward_config(static, plan))
         names = {
             BackwardKernel.before: f"{kernel.config.name}_before",
@@ -69,6 +84,13 @@ def _trace(static, plan, options):
         if kernel.queries is not None:
             names[QueryKernel.kernel] = kernel.queries.config.name
         arguments = _backward_arguments(static, kernel.config)
+    elif static.packed is not None:
+        kernel = PackedForwardKernel(forward_config(static, plan))
+        names = {
+            PackedForwardKernel.list_tiles: f"{kernel.config.name}_table",
+            ForwardKernel.kernel: kernel.config.name,
+        }
+        arguments = _packed_arguments(static)
     else:
         kernel = ForwardKernel(forward_config(static, plan))
         names = {ForwardKernel.kernel: kernel.config.name}
@@ -102,6 +124,34 @@ def _arguments(static, config):
     return q, k, v, out, lse, _counter() if config.dynamic else None, *scalars, _stream()
 
 
+def _packed_arguments(static):
+    """The same for packed sequences."""
+    dtype = DTYPES[static.dtype]
+    total_q, total_k, heads, heads_k = (cute.sym_int() for _ in range(4))
+    head_dim, head_dim_v = cute.sym_int(divisibility=8), cute.sym_int(divisibility=8)
+    q = _tensor(dtype, total_q, heads, head_dim)
+    k = _tensor(dtype, total_k, heads_k, head_dim)
+    v = _tensor(dtype, total_k, heads_k, head_dim_v)
+    out = _tensor(dtype, total_q, heads, head_dim_v)
+    lse = _tensor(cutlass.Float32, heads, total_q, divisibility=1, align=4)
+    scalars = (cutlass.Float32(1.0), *_bounds(static), *(cutlass.Int32(1) for _ in range(3)))
+    return q, k, v, out, lse, *_sequences(static), _table(), _counter(), *scalars, _stream()
+
+
+def _sequences(static):
+    """cu_seqlens of q and of k, and what is used of the sequences."""
+    batch, ends = cute.sym_int(), cute.sym_int()
+    used = (_words(batch) if given else None for given in static.packed)
+    return _words(ends), _words(ends), *used
+
+
+def _table():
+    """Tiles of packed sequences."""
+    return cute.runtime.make_fake_compact_tensor(
+        cutlass.Int32, (cute.sym_int(), ENTRY_WORDS), stride_order=(1, 0), assumed_align=16
+    )
+
+
 def _backward_arguments(static, config):
     """The same for the gradients."""
     dtype, wide = DTYPES[static.dtype], cutlass.Float32
@@ -129,6 +179,26 @@ def _backward_arguments(static, config):
     return q, k, v, out, lse, do, dlse, dq, dk, dv, rows, sums, turns, *parts, _counter(), *scalars, _stream()
 
 
+def _packed_backward_arguments(static, config):
+    """The same for the gradients of packed sequences."""
+    dtype, wide = DTYPES[static.dtype], cutlass.Float32
+    total_q, total_k, heads, heads_k, lines = (cute.sym_int() for _ in range(5))
+    head_dim, head_dim_v = cute.sym_int(divisibility=8), cute.sym_int(divisibility=8)
+    q, dq = (_tensor(dtype, total_q, heads, head_dim) for _ in range(2))
+    k, dk = (_tensor(dtype, total_k, heads_k, head_dim) for _ in range(2))
+    v, dv = (_tensor(dtype, total_k, heads_k, head_dim_v) for _ in range(2))
+    out, do = (_tensor(dtype, total_q, heads, head_dim_v) for _ in range(2))
+    lse, dlse = (_tensor(wide, heads, total_q, divisibility=1, align=4) for _ in range(2))
+    rows = _tensor(wide, heads, lines, config.row_floats)
+    sums = _tensor(wide, heads, lines, config.tile_m * config.head_dim) if config.sums else None
+    pieces = config.consumer_warpgroups
+    turns = _tensor(cutlass.Int32, heads, lines, pieces, divisibility=1, align=4) if config.turns else None
+    tables = _table(), _table(), None if config.sums else _table()
+    scalars = (wide(1.0), wide(1.0), *_bounds(static), *(cutlass.Int32(1) for _ in range(5)))
+    tensors = q, k, v, out, lse, do, dlse if static.lse_gradient else None, dq, dk, dv
+    return *tensors, *_sequences(static), rows, sums, turns, *tables, _counter(), *scalars, _stream()
+
+
 def _bounds(static):
     """``(right, left)`` of the band."""
     return cutlass.Int32(1), cutlass.Int32(1) if static.left_bound else None
@@ -136,7 +206,12 @@ def _bounds(static):
 
 def _counter():
     """The tile counter."""
-    return cute.runtime.make_fake_compact_tensor(cutlass.Int32, (2,), assumed_align=4)
+    return _words(2)
+
+
+def _words(count):
+    """So many numbers in int32, side by side."""
+    return cute.runtime.make_fake_compact_tensor(cutlass.Int32, (count,), assumed_align=4)
 
 
 def _stream():

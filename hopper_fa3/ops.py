@@ -2,7 +2,7 @@
 
 import torch
 
-from . import launch, launch_backward
+from . import launch, launch_backward, launch_packed
 
 
 class Attention(torch.autograd.Function):
@@ -25,6 +25,27 @@ class Attention(torch.autograd.Function):
         return *(gradient if needed else None for gradient, needed in wanted), None
 
 
+class PackedAttention(torch.autograd.Function):
+    """The same of packed sequences; keeps also what says where they are."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, recipe, *lengths):
+        out, lse = launch_packed.execute(recipe, q, k, v, lengths)
+        ctx.save_for_backward(q, k, v, out, lse, *lengths)
+        ctx.recipe = recipe.gradients
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, dout, dlse):
+        nothing = (None,) * 5  # of recipe and lengths
+        if dout is None and dlse is None:
+            return None, None, None, *nothing
+        gradients = PackedAttentionGradients.apply(ctx.recipe, *ctx.saved_tensors, dout, dlse)
+        wanted = zip(gradients, ctx.needs_input_grad[:3], strict=True)
+        return *(gradient if needed else None for gradient, needed in wanted), *nothing
+
+
 class AttentionGradients(torch.autograd.Function):
     """The backward as a node, so that under create_graph a second derivative is refused.
 
@@ -35,6 +56,19 @@ class AttentionGradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx, recipe, q, k, v, out, lse, dout, dlse):
         return launch_backward.execute(recipe, q, k, v, out, lse, dout, dlse)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        raise NotImplementedError("attention can be differentiated once only (second derivatives are not built)")
+
+
+class PackedAttentionGradients(torch.autograd.Function):
+    """The same of packed sequences."""
+
+    @staticmethod
+    def forward(ctx, recipe, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, dout, dlse):
+        lengths = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
+        return launch_packed.execute_backward(recipe, q, k, v, out, lse, lengths, dout, dlse)
 
     @staticmethod
     def backward(ctx, *gradients):

@@ -10,6 +10,7 @@ from .kernels.config import ELEMENT_BYTES, FLOAT_BYTES, HEAD_DIM_CLASSES, WGMMA_
 # neighbours' traffic take the rest. FlashAttention-3 uses the same 32 MB.
 L2_BUDGET_BYTES = 32 * 2**20
 WIDEST_BLOCK = 128  # keys; 160 and 176 lost 7 % at head_dim 128
+PACKED_TILES = 8  # for each SM in a section of packed sequences; not measured yet
 STAGES = 2  # K and V tiles in flight; three do not fit beside these tiles from head_dim 128 on
 
 
@@ -84,6 +85,7 @@ def forward_config(static, plan):
         right_bound=static.right_bound,
         left_bound=static.left_bound,
         negative_scale=static.negative_scale,
+        packed=static.packed is not None,
         **plan._asdict(),
     )
 
@@ -101,6 +103,18 @@ def heads_per_section(problem):
     heads_k = max(1, L2_BUDGET_BYTES // max(bytes_per_head, 1))
     heads_k = 1 << (heads_k.bit_length() - 1)
     return min(heads_k * problem.group, problem.batch * problem.heads)
+
+
+def packed_section(problem, tile, sms):
+    """The same of packed sequences: query heads whose tiles, of ``tile`` queries, are scheduled together.
+
+    Of each section the longest tile of all sequences comes first, so sections of few tiles for each SM would end late.
+    How long that one is only the device knows: there are PACKED_TILES for each SM.
+    """
+    bytes_per_head = problem.total_k * (problem.head_dim + problem.head_dim_v) * ELEMENT_BYTES
+    fitting = max(1, L2_BUDGET_BYTES // bytes_per_head)
+    filling = -(-PACKED_TILES * sms * tile // (problem.total_q * problem.group))
+    return min(max(fitting, filling), problem.heads_k) * problem.group
 
 
 def tiles(problem, plan):
@@ -167,6 +181,7 @@ def backward_config(static, plan):
         right_bound=static.right_bound,
         left_bound=static.left_bound,
         deterministic=static.deterministic,
+        packed=static.packed is not None,
         **plan._asdict(),
     )
 
@@ -302,3 +317,12 @@ def backward_heads_per_section(problem, config, parts, sms):
     # Powers of two: the largest that fits, the smallest that fills
     heads_k = max(1 << (fitting.bit_length() - 1), 1 << (filling - 1).bit_length())
     return min(heads_k, problem.batch * problem.heads_k)
+
+
+def packed_backward_section(problem, config, sms):
+    """The same of packed sequences: see packed_section."""
+    row_bytes = (problem.head_dim + problem.head_dim_v) * ELEMENT_BYTES
+    row_bytes += FLOAT_BYTES * problem.head_dim if config.sums else 0
+    fitting = max(1, L2_BUDGET_BYTES // (problem.group * problem.total_q * row_bytes))
+    filling = -(-PACKED_TILES * sms * config.tile_n // problem.total_k)
+    return min(max(fitting, filling), problem.heads_k)

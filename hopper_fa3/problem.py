@@ -79,11 +79,6 @@ ILLEGAL = (
     ),
     Illegal("sm_margin", ANY_COUNT, (), ValueError, "sm_margin must be an integer of at least 0"),
     Illegal("remaining_sms", ANY_COUNT[1:], ON_CUDA, ValueError, "the device's SMs minus sm_margin must be at least 1"),
-    Illegal(
-        "left", (None,), (*PACKED, *ON_CUDA), NOT_BUILT,
-        "the left side of window_size must be open or at least total_k - 1 for packed sequences on CUDA (not built "
-        "yet)",
-    ),
     Illegal("num_splits", (0, 1), (), NOT_BUILT, "num_splits must be 0 or 1 (splitting is not built yet)"),
     Illegal("pack_gqa", (None, False), (), NOT_BUILT, "pack_gqa must be None or False (packing is not built yet)"),
     Illegal(
@@ -120,6 +115,13 @@ ILLEGAL = (
 )  # fmt: skip
 
 
+class Packed(NamedTuple):
+    """Several sequences in one tensor, of which some rows may not be used."""
+
+    used_q: bool  # seqused_q is given
+    used_k: bool
+
+
 class Static(NamedTuple):
     """All that changes the compiled code; the only such list."""
 
@@ -129,6 +131,7 @@ class Static(NamedTuple):
     right_bound: bool  # a right bound is present; its value is a run-time argument (causal: 0)
     left_bound: bool  # likewise; only together with a right one
     negative_scale: bool
+    packed: Packed | None = None
 
 
 class BackwardStatic(NamedTuple):
@@ -141,6 +144,7 @@ class BackwardStatic(NamedTuple):
     lse_gradient: bool  # a gradient of the LSE arrives
     deterministic: bool
     left_bound: bool = False
+    packed: Packed | None = None
 
 
 @dataclass(frozen=True)
@@ -194,7 +198,7 @@ class Problem:
         facts = tensor_facts(q, k, v, sm_margin, sink) | {
             "packed": False, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k,
             "tiles": batch * heads * -(-seqlen_q // TILE_ROWS),
-            "left": left, "num_splits": num_splits, "pack_gqa": pack_gqa, "attention_chunk": chunk,
+            "num_splits": num_splits, "pack_gqa": pack_gqa, "attention_chunk": chunk,
             "softcap": softcap, "qv": qv, "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale,
             "sink": sink, "alibi_slopes": alibi_slopes, "score": score, "mask": mask, "block_mask": block_mask,
             "slopes_gradient": torch.is_grad_enabled() and alibi_slopes is not None and alibi_slopes.requires_grad,

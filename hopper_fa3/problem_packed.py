@@ -8,6 +8,7 @@ import torch
 from .checks import check_flag, checked_scale, is_integer, name_of, require_tensor, shown
 from .problem import (
     TILE_ROWS,
+    Packed,
     Problem,
     backward_static_of,
     bounds,
@@ -70,7 +71,7 @@ class PackedProblem:
         facts = tensor_facts(q, k, v, sm_margin) | {
             "packed": True, "total_q": total_q, "total_k": total_k,
             "packed_tiles": heads * (batch + -(-total_q // TILE_ROWS)),
-            "left": left, "num_splits": num_splits, "pack_gqa": pack_gqa, "attention_chunk": attention_chunk,
+            "num_splits": num_splits, "pack_gqa": pack_gqa, "attention_chunk": attention_chunk,
             "softcap": softcap, "qv": qv, "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale,
             "sink": sink, "alibi_slopes": alibi_slopes, "score": score, "mask": mask, "block_mask": block_mask,
             "page_table": page_table, "out": out,
@@ -113,13 +114,28 @@ class PackedProblem:
         return self.total_q, self.heads, self.head_dim_v
 
     @property
+    def bounded(self):
+        """True where some query may see less than all keys of its sequence."""
+        return self.left is not None or self.right is not None
+
+    @property
+    def kernel_bounds(self):
+        """As Problem's."""
+        return self.total_q - 1 if self.right is None else self.right, self.left
+
+    @property
+    def packed(self):
+        """What of it the kernels are compiled for."""
+        return Packed(self.has_seqused_q, self.has_seqused_k)
+
+    @property
     def static(self):
         """The part of a CUDA problem that the kernel is compiled for."""
-        return static_of(self)
+        return static_of(self)._replace(packed=self.packed)
 
     def backward_static(self, lse_gradient, deterministic):
         """The same for the gradients of a CUDA problem; the sign of the scale changes nothing in them."""
-        return backward_static_of(self, lse_gradient, deterministic)
+        return backward_static_of(self, lse_gradient, deterministic)._replace(packed=self.packed)
 
     def side_by_side(self, count, seqlen_q, seqlen_k):
         """The Problem of ``count`` of its sequences, all of these lengths, as the heads of one."""

@@ -20,11 +20,12 @@ from .backward_smem import backward_layouts, backward_storage, row_layout, stage
 from .backward_steps import EarlySums, LateSums
 from .backward_store import SumStore
 from .backward_wide import WideConsumer
-from .backward_work import WorkSchedule, count_fields
+from .backward_work import WorkSchedule
 from .blocks import Band
 from .config import WARP_THREADS, WARPGROUP_THREADS, WARPS_PER_WARPGROUP, BackwardConfig
 from .forward import DTYPES, heads_last
-from .load import tma_pipe
+from .load import SequenceBoxes, WholeBoxes, tma_pipe
+from .packed_schedule import PackedWorkSchedule
 from .phases import Phase, begin
 from .query_config import QueryConfig
 from .query_kernel import QueryKernel
@@ -38,15 +39,18 @@ class BackwardKernel:
         config.check()
         self.config = config
         self.dtype = DTYPES[config.dtype]
-        self.band = Band(config.tile_n, config.right_bound, config.left_bound)
+        self.band = Band(config.tile_n, config.right_bound, config.left_bound, config.packed)
         self.schedule = WorkSchedule(
             config.tile_n, True, config.descending, config.turns, config.split_tail, config.tile_m
         )
+        self.boxes = WholeBoxes
+        if config.packed:
+            self.schedule, self.boxes = PackedWorkSchedule(ordered=config.turns), SequenceBoxes
         self.prologue = Prologue(config, self.dtype)
         # Where dQ is not summed
         self.queries = None
         if not config.sums:
-            bounds = config.right_bound, config.left_bound
+            bounds = config.right_bound, config.left_bound, config.packed
             query_config = QueryConfig(config.dtype, config.head_dim, config.head_dim_v, *bounds)
             self.queries = QueryKernel(query_config, self.dtype, config.tile_m)
         self.epilogue = Epilogue(config, self.dtype, self.band)
@@ -92,35 +96,18 @@ class BackwardKernel:
         head_parts, whole_tiles and tile_parts are those of BackwardRunTime, query_section and query_ctas those of
         query_kernel.py. The short kernels before and behind use all SMs.
         """
-        config, dtype = self.config, self.dtype
+        config = self.config
         edge_ctas = rows.shape[0] * rows.shape[1] * rows.shape[2]
         self.before(out, do, lse, dlse, rows, sums, turns).launch(
             grid=(edge_ctas, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True
         )
-        # TMA atoms
-        layouts = (*backward_layouts(config, dtype)[:4], row_layout(config))
-        boxes = (
-            (config.tile_n, config.head_dim),
-            (config.tile_n, config.head_dim_v),
-            (config.tile_m, config.head_dim),
-            (config.tile_m, config.head_dim_v),
-            (1, config.row_floats),
-        )
-        sources = (*map(heads_last, (k, v, q, do)), cute.make_tensor(rows.iterator, steps_first(rows.layout)))
-        load_op = cpasync.CopyBulkTensorTileG2SOp()
-        tensors = tuple(
-            TiledTensor(*cpasync.make_tiled_tma_atom(load_op, source, cute.slice_(layout, (None, None, 0)), box))
-            for source, layout, box in zip(sources, layouts, boxes, strict=True)
-        )
         parts = head_parts, whole_tiles, tile_parts
         run = BackwardRunTime(scale_log2, scale, right, left, section, *parts, fills_idle_sms)
-        # Launch: persistent, one CTA an SM; without min_blocks_per_mp setmaxnreg would vanish
         results = (heads_last(dk), heads_last(dv))
         direct = (None, None) if const_expr(config.split_heads) else results
         outputs = (direct[0], dk_parts), (direct[1], dv_parts)
-        self.kernel(tensors, (sums, turns), outputs, counter, run).launch(
-            grid=(ctas, 1, 1), block=(config.threads, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True
-        )
+        matrices = tuple(map(heads_last, (k, v, q, do)))
+        self.launch(matrices, (rows, sums, turns), outputs, counter, run, ctas, stream)
         behind = {"block": (WARPGROUP_THREADS * config.consumer_warpgroups, 1, 1), "stream": stream, "use_pdl": True}
         if const_expr(config.key_parts):
             parts = (dk_parts, results[0]), (dv_parts, results[1])
@@ -133,17 +120,58 @@ class BackwardKernel:
         else:
             self.behind(sums, heads_last(dq), scale, k.shape[1], right).launch(grid=(edge_ctas, 1, 1), **behind)
 
+    @cute.jit
+    def launch(
+        self,
+        matrices: tuple,
+        workspace: tuple,
+        outputs: tuple,
+        counter: cute.Tensor,
+        run: BackwardRunTime,
+        ctas: Int32,
+        stream: cuda.CUstream,
+        table: cute.Tensor | None = None,
+    ):
+        """The main kernel. matrices: k, v, q, do, (length, head_dim, heads, batch); workspace: rows, sums, turns;
+        outputs: of dK and of dV, (gradient, its parts). With a table of K/V tiles: packed sequences, a batch of 1.
+        """
+        config, dtype = self.config, self.dtype
+        rows, *sums_and_turns = workspace
+        # TMA atoms
+        layouts = (*backward_layouts(config, dtype)[:4], row_layout(config))
+        boxes = (
+            (config.tile_n, config.head_dim),
+            (config.tile_n, config.head_dim_v),
+            (config.tile_m, config.head_dim),
+            (config.tile_m, config.head_dim_v),
+            (1, config.row_floats),
+        )
+        views = tuple(self.boxes(*box).view(matrix) for matrix, box in zip(matrices, boxes[:4], strict=True))
+        sources = (*views, cute.make_tensor(rows.iterator, steps_first(rows.layout)))
+        load_op = cpasync.CopyBulkTensorTileG2SOp()
+        tensors = tuple(
+            TiledTensor(*cpasync.make_tiled_tma_atom(load_op, source, cute.slice_(layout, (None, None, 0)), box))
+            for source, layout, box in zip(sources, layouts, boxes, strict=True)
+        )
+        # Persistent, one CTA an SM; without min_blocks_per_mp setmaxnreg would vanish
+        self.kernel(tensors, tuple(sums_and_turns), outputs, counter, table, run).launch(
+            grid=(ctas, 1, 1), block=(config.threads, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True
+        )
+
     @cute.kernel
     def before(self, out: cute.Tensor, do: cute.Tensor, lse: cute.Tensor, dlse, rows: cute.Tensor, sums, turns):
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()
-        self.prologue.run(out, do, lse, dlse, rows, sums, turns)
+        thread = cute.arch.thread_idx()[0]
+        place = tile_of(cute.arch.block_idx()[0], rows.shape[2], rows.shape[1])
+        self.prologue.run(thread, place, out, do, lse, dlse, rows, sums, turns)
 
     @cute.kernel
     def behind(self, sums, dq: cute.Tensor, scale: Float32, seqlen_k: Int32, right: Int32):
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()
-        self.epilogue.queries(sums, dq, scale, seqlen_k, right)
+        place = tile_of(cute.arch.block_idx()[0], sums.shape[2], sums.shape[1])
+        self.epilogue.queries(place, sums, dq, scale, seqlen_k, right)
 
     @cute.kernel
     def add(self, parts: tuple, run: BackwardRunTime):
@@ -192,6 +220,7 @@ class BackwardKernel:
         sums_and_turns: tuple,
         outputs: tuple,
         counter: cute.Tensor,
+        table,
         run: BackwardRunTime,
     ):
         begin(Phase.SETUP)
@@ -211,7 +240,7 @@ class BackwardKernel:
         s_dq = storage.dq.get_tensor(cute.make_layout(staged_floats(config))) if config.sums else None
         readers = (WARPGROUP_THREADS + config.sums * WARP_THREADS) * config.consumer_warpgroups  # and the store warps
         pipes, p_pipe = self.pipelines(storage), self.probabilities_pipeline(storage)
-        queue = make_tile_queue(storage, counter, True, readers, (count_fields(config.split_tail), SLOTS))
+        queue = make_tile_queue(storage, counter, True, readers, (self.schedule.fields, SLOTS), table)
         pipeline.pipeline_init_arrive(is_relaxed=True)
         pipeline.pipeline_init_wait()
         # Every thread waits for the launch before, so a launch's end implies the end of all before it
@@ -222,7 +251,7 @@ class BackwardKernel:
         if warp < WARPS_PER_WARPGROUP:
             cute.arch.setmaxregister_decrease(producer_registers)
             if warp == 0:
-                producer = BackwardProducer(config, self.band, self.schedule)
+                producer = BackwardProducer(config, self.band, self.schedule, self.boxes)
                 producer.run(tensors, self.lengths(tensors), (s_k, s_v, s_q, s_do, s_rows), pipes, queue, run)
             elif const_expr(config.sums):
                 if warp <= config.consumer_warpgroups:
@@ -249,15 +278,15 @@ class BackwardKernel:
                 consumer.run(self.lengths(tensors), outputs, (*shared, s_ds, s_dq), pipes, queue, run)
 
     def lengths(self, tensors):
-        """(seqlen_q, seqlen_k, heads, heads_k, batch)"""
+        """(seqlen_q, seqlen_k, heads, heads_k, batch); without meaning the lengths, where sequences are packed."""
         tiled_k, _, tiled_q, *_ = tensors
-        seqlen_q, _, heads, batch = tiled_q.tensor.shape
-        seqlen_k, _, heads_k, _ = tiled_k.tensor.shape
+        seqlen_q, *_, heads, batch = tiled_q.tensor.shape
+        seqlen_k, *_, heads_k, _ = tiled_k.tensor.shape
         return seqlen_q, seqlen_k, heads, heads_k, batch
 
     def storage(self):
         """The struct of shared memory; BackwardConfig's arithmetic, by which plans are made, must not promise less."""
-        storage = backward_storage(self.config, self.dtype)
+        storage = backward_storage(self.config, self.dtype, self.schedule.fields)
         if storage.size_in_bytes() > self.config.smem_bytes():
             raise ValueError(f"{self.config.name}: {storage.size_in_bytes()} bytes, planned {self.config.smem_bytes()}")
         return storage

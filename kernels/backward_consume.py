@@ -89,7 +89,6 @@ class BackwardConsumer:
         dQ.
         """
         config = self.config
-        seqlen_q, seqlen_k, *_ = lengths
         s_k, s_v, s_q, s_do, s_rows, s_ds, s_dq = shared
         thread = kept(cute.arch.thread_idx()[0] % WARPGROUP_THREADS)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -105,9 +104,14 @@ class BackwardConsumer:
         ds_state = pipeline.make_pipeline_state(consumer, config.score_stages)
         state = State(q_state, do_state, ds_state, Int32(0))
         queue_state = pipeline.make_pipeline_state(consumer, SLOTS)
-        own_key = warpgroup * WGMMA_M + thread // QUAD // 8 * 16 + thread // QUAD % 8
+        row = thread
+        if const_expr(self.band.packed):
+            # Not the one that is kept: where this is used, between tiles, it is cheaper to compute than to spill
+            row = cute.arch.thread_idx()[0] % WARPGROUP_THREADS
+        own_key = warpgroup * WGMMA_M + row // QUAD // 8 * 16 + row // QUAD % 8
         work = self.schedule.receive_work(queue, queue_state)
         while work.n_block >= 0:
+            seqlen_q, seqlen_k = work.lengths(lengths)
             lengths_and_bounds = seqlen_q, seqlen_k, run.right, run.left
             blocks = self.band.query_blocks(work.n_block, config.tile_m, *lengths_and_bounds)
             head = self.band.first_head(work, blocks)

@@ -29,13 +29,23 @@ class Prologue:
     dtype: type
 
     @cute.jit
-    def run(self, out: cute.Tensor, do: cute.Tensor, lse: cute.Tensor, dlse, rows: cute.Tensor, sums, turns):
-        """One step's queries of one head. out, do: (batch, seqlen_q, heads, head_dim_v); lse, dlse (or None): (batch,
+    def run(
+        self,
+        thread: Int32,
+        place: tuple,
+        out: cute.Tensor,
+        do: cute.Tensor,
+        lse: cute.Tensor,
+        dlse,
+        rows: cute.Tensor,
+        sums,
+        turns,
+    ):
+        """One step's queries of one head, ``place``: (block, head, batch). out, do: (batch, seqlen_q, heads, head_dim_v); lse, dlse (or None): (batch,
         heads, seqlen_q); rows: (batch, heads, blocks, 2 tile_m); sums of dQ: (batch, heads, blocks, floats),
         or None; turns (batch, heads, blocks, pieces), or None: also set to 0.
         """
-        thread = cute.arch.thread_idx()[0]
-        block, head, batch = tile_of(cute.arch.block_idx()[0], rows.shape[2], rows.shape[1])
+        block, head, batch = place
         lanes = 1 << (self.config.head_dim_v // GROUP - 1).bit_length()  # of a row; a power of two for the shuffles
         column = thread % lanes
         queries = [first + thread // lanes for first in range(0, self.config.tile_m, THREADS // lanes)]
@@ -112,12 +122,12 @@ class Epilogue:
     band: Band
 
     @cute.jit
-    def queries(self, sums: cute.Tensor, dq: cute.Tensor, scale: Float32, seqlen_k: Int32, right: Int32):
-        """dQ of one step's queries of one head, a piece a warpgroup. dq: (seqlen_q, head_dim, heads, batch). A query
+    def queries(self, place: tuple, sums: cute.Tensor, dq: cute.Tensor, scale: Float32, seqlen_k: Int32, right: Int32):
+        """dQ of one step's queries of one head, ``place``: (block, head, batch); a piece a warpgroup. dq: (seqlen_q, head_dim, heads, batch). A query
         that sees no key gets 0, whatever dO held.
         """
         config = self.config
-        block, head, batch = tile_of(cute.arch.block_idx()[0], sums.shape[2], sums.shape[1])
+        block, head, batch = place
         thread = cute.arch.thread_idx()[0] % WARPGROUP_THREADS
         warpgroup = cute.arch.thread_idx()[0] // WARPGROUP_THREADS
         accumulator = cute.make_rmem_tensor(WGMMA_M * config.dq_columns // WARPGROUP_THREADS, Float32)
@@ -130,7 +140,7 @@ class Epilogue:
             sees_none = self.band.key_limit(first_row + 8 * index, dq.shape[0], seqlen_k, right) <= 0
             for column in cutlass.range(cute.size(values, mode=[1]), unroll_full=True):
                 value = values[index, column] * scale
-                if const_expr(self.band.right_bound):
+                if const_expr(self.band.blind_rows):
                     value = cutlass.select_(sees_none, Float32(0.0), value)
                 values[index, column] = value
         piece = Piece(0, head, batch, warpgroup, thread, Boolean(False), first_row, first_column)

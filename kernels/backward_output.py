@@ -73,4 +73,4 @@ def store_directly(
             total[element] = total[element] * scale
     thread = cute.arch.thread_idx()[0] % WARPGROUP_THREADS
     rows = Piece(work.n_block, work.head_k, work.batch, piece, thread, Boolean(False), first_key)
-    DirectOutput(dtype, columns).store(gradient, None, total, None, rows)
+    DirectOutput(dtype, columns).store(work.keys_of(gradient), None, total, None, rows)

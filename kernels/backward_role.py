@@ -56,7 +56,6 @@ class Role:
         so ``pipes``, but for the row statistics.
         """
         config = self.config
-        seqlen_q, seqlen_k, *_ = lengths
         k_pipe, v_pipe, q_pipe, do_pipe = released_by_first_lane(pipes[:4])
         thread = kept(cute.arch.thread_idx()[0] % WARPGROUP_THREADS)
         products = self.products(shared)
@@ -70,6 +69,7 @@ class Role:
         own_key = thread // QUAD // 8 * 16 + thread // QUAD % 8
         work = self.schedule.receive_work(queue, queue_state)
         while work.n_block >= 0:
+            seqlen_q, seqlen_k = work.lengths(lengths)
             lengths_and_bounds = seqlen_q, seqlen_k, run.right, run.left
             blocks = self.band.query_blocks(work.n_block, config.tile_m, *lengths_and_bounds)
             head = self.band.first_head(work, blocks)

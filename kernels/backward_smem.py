@@ -6,7 +6,6 @@ import cutlass.utils.hopper_helpers as sm90
 from cutlass.cute.nvgpu import warpgroup as wgmma
 from cutlass.tensor_utils import LayoutEnum
 
-from .backward_work import count_fields
 from .config import SHARED_ALIGNMENT, WGMMA_M, BackwardConfig
 from .schedule import SLOTS
 
@@ -42,8 +41,8 @@ def key_layout(config: BackwardConfig, dtype):
     return cute.tile_to_shape(atom, (config.tile_n, config.head_dim, 1), order=(0, 1, 2))
 
 
-def backward_storage(config: BackwardConfig, dtype):
-    """The struct of a CTA's shared memory."""
+def backward_storage(config: BackwardConfig, dtype, fields: int):
+    """The struct of a CTA's shared memory. ``fields``: numbers that tell a warp of a piece of work."""
     k_layout, v_layout, q_layout, do_layout, ds_layout = backward_layouts(config, dtype)
 
     @cute.struct
@@ -55,7 +54,7 @@ def backward_storage(config: BackwardConfig, dtype):
         do_barriers: cute.struct.MemRange[cutlass.Int64, 2 * config.do_stages]
         p_barriers: cute.struct.MemRange[cutlass.Int64, 2 * config.score_stages if config.roles else 0]
         queue_barriers: cute.struct.MemRange[cutlass.Int64, 2 * SLOTS]
-        queue_slots: cute.struct.MemRange[cutlass.Int32, count_fields(config.split_tail) * SLOTS]
+        queue_slots: cute.struct.MemRange[cutlass.Int32, fields * SLOTS]
         rows: cute.struct.Align[cute.struct.MemRange[cutlass.Float32, config.stages * config.row_floats], 128]
         k: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(k_layout)], SHARED_ALIGNMENT]
         v: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(v_layout)], SHARED_ALIGNMENT]

@@ -69,20 +69,20 @@ class SumStore:
         heads, blocks, pieces), how many K/V tiles a piece has taken.
         """
         config = self.config
-        seqlen_q, seqlen_k, *_ = lengths
         queue_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, SLOTS)
         shared = cute.local_tile(s_dq, (config.piece_floats // config.sum_rounds,), (warpgroup,))
         sums_barrier(BackwardBarrier.SUMS_FREE, warpgroup, arrive=True)
         work = self.schedule.receive_work(queue, queue_state)
         while work.n_block >= 0:
             head = work.head
-            if const_expr(config.left_bound):
+            seqlen_q, seqlen_k = work.lengths(lengths)
+            if const_expr(self.band.unseen_tiles):
                 lengths_and_bounds = seqlen_q, seqlen_k, run.right, run.left
                 blocks = self.band.query_blocks(work.n_block, config.tile_m, *lengths_and_bounds)
                 head = self.band.first_head(work, blocks)
             while head < work.last_head:
-                head_turns = turns[work.batch, head, None, None] if const_expr(config.turns) else None
-                head_sums = sums[work.batch, head, None, None]
+                head_turns = work.lines_of(turns[work.batch, head, None, None]) if const_expr(config.turns) else None
+                head_sums = work.lines_of(sums[work.batch, head, None, None])
                 self.add_head(head_sums, head_turns, shared, work, head, seqlen_q, seqlen_k, run, warpgroup)
                 head += 1
             queue_state = self.schedule.give_back(queue, queue_state)

@@ -81,7 +81,6 @@ class WideConsumer:
         dQ.
         """
         config = self.config
-        seqlen_q, seqlen_k, *_ = lengths
         s_k, s_v, s_q, s_do, s_rows, s_ds, s_dq = shared
         k_pipe, v_pipe, q_pipe, do_pipe = released_by_first_lane(pipes)
         thread = kept(cute.arch.thread_idx()[0] % WARPGROUP_THREADS)
@@ -101,6 +100,7 @@ class WideConsumer:
         work = self.schedule.receive_work(queue, queue_state)
         self.arrive(warpgroup, Int32(1))
         while work.n_block >= 0:
+            seqlen_q, seqlen_k = work.lengths(lengths)
             lengths_and_bounds = seqlen_q, seqlen_k, run.right, run.left
             blocks = self.band.query_blocks(work.n_block, config.tile_m, *lengths_and_bounds)
             head = self.band.first_head(work, blocks)

@@ -22,6 +22,18 @@ from .blocks import QueryBlocks
 from .schedule import Schedule, TileQueue
 
 
+def lengths_of_tensors(work, of_tensors: tuple):
+    """(seqlen_q, seqlen_k) of a piece of ``work``, given those of the tensors."""
+    return of_tensors[:2]
+
+
+def whole(work, tensor: cute.Tensor):
+    """What belongs to the work's sequence: of (length, columns, heads, batch) beside K, or of (lines, ..), one head's
+    part of the workspace.
+    """
+    return tensor
+
+
 class Work(NamedTuple):
     """A K/V tile, and query heads that read it."""
 
@@ -31,6 +43,10 @@ class Work(NamedTuple):
     batch: Int32
     head: Int32  # the first query head
     last_head: Int32  # the first one that is not among them
+
+    lengths = lengths_of_tensors
+    keys_of = lines_of = whole
+    offset_q = offset_k = first_line = 0
 
     def blocks_of(self, head: Int32, blocks: tuple):
         """``blocks``, of a whole head, as far as they belong to the work."""
@@ -49,6 +65,10 @@ class PartWork(NamedTuple):
     first_block: Int32  # of the first query head
     end_block: Int32  # of the last query head
     slot: Int32  # where this part's dK and dV lie; -1: it is a whole tile
+
+    lengths = lengths_of_tensors
+    keys_of = lines_of = whole
+    offset_q = offset_k = first_line = 0
 
     @cute.jit
     def blocks_of(self, head: Int32, blocks: tuple):
@@ -113,6 +133,10 @@ class WorkSchedule(Schedule):
     ordered: bool
     split_tail: bool
     step: int  # queries
+
+    @property
+    def fields(self):
+        return count_fields(self.split_tail)
 
     @cute.jit
     def hand_out(

@@ -51,7 +51,7 @@ class QueryBlocks(NamedTuple):
     first: Int32
     unmasked: Int32
     masked: Int32  # may be less than unmasked
-    end: Int32  # not more than first where no query sees a key of the tile, which only a left bound does
+    end: Int32  # not more than first where no query sees a key of the tile
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,17 @@ class Band:
     tile_n: int
     right_bound: bool
     left_bound: bool = False  # only with a right bound: one that hides nothing will do
+    packed: bool = False  # lengths are those of one of several sequences: there may be no key
+
+    @property
+    def blind_rows(self):
+        """True where a query may see no key."""
+        return self.right_bound or self.packed
+
+    @property
+    def unseen_tiles(self):
+        """True where there may be no query that sees a key of a K/V tile."""
+        return self.left_bound or self.packed
 
     @property
     def sides(self):
@@ -148,6 +159,8 @@ class Band:
     @cute.jit
     def sees_none(self, keys: RowKeys, row: cutlass.Constexpr[int]) -> Boolean:
         """Whether one of the thread's rows sees no key."""
+        if const_expr(self.left_bound and self.packed):
+            return cutlass.min(keys.limits + 8 * row, keys.end) <= 0
         if const_expr(self.left_bound):
             return keys.limits + 8 * row <= 0
         return keys.limits[row] <= 0
@@ -214,11 +227,11 @@ class Band:
 
     @cute.jit
     def first_head(self, work: NamedTuple, blocks: QueryBlocks) -> Int32:
-        """The first query head of a K/V tile's ``work``; past the last one where no query sees any of its keys, which
-        only a left bound does: dK and dV are 0 then.
+        """The first query head of a K/V tile's ``work``; past the last one where no query sees any of its keys: dK
+        and dV are 0 then.
         """
         head = work.head
-        if const_expr(self.left_bound):
+        if const_expr(self.unseen_tiles):
             head = cutlass.select_(blocks.first < blocks.end, head, work.last_head)
         return head
 

@@ -29,9 +29,8 @@ REGISTERS = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
 
 def mask_name(config):
     """What a kernel's name says of its bounds."""
-    if config.left_bound:
-        return "window"
-    return "causal" if config.right_bound else "dense"
+    name = "window" if config.left_bound else "causal" if config.right_bound else "dense"
+    return name + ("_packed" if config.packed else "")
 
 
 class Checked:
@@ -93,6 +92,7 @@ class ForwardConfig(Checked):
     overlap: bool
     shared_p: bool = False  # P goes to P V through shared memory instead of registers
     left_bound: bool = False
+    packed: bool = False  # several sequences in one tensor, whose lengths the device knows
 
     @property
     def name(self):
@@ -115,7 +115,7 @@ class ForwardConfig(Checked):
     @property
     def dynamic(self):
         """True where tiles are of unequal length, so that CTAs fetch them from a counter."""
-        return self.right_bound
+        return self.right_bound or self.packed
 
     @property
     def query_bytes(self):
@@ -218,6 +218,7 @@ class BackwardConfig(Checked):
     unused: int = 0
     unused_v: int = 0
     left_bound: bool = False
+    packed: bool = False  # several sequences in one tensor, whose lengths the device knows
 
     consumer_warpgroups = 2
 
@@ -378,6 +379,10 @@ class BackwardConfig(Checked):
             (
                 not (self.split_tail and (self.right_bound or self.turns or self.split_heads)),
                 "split_tail needs tiles of equal length, whole groups of heads and sums in any order",
+            ),
+            (
+                not (self.packed and self.key_parts),
+                "packed sequences need whole groups of heads and whole tiles: the host does not know how many these are",
             ),
             (
                 {self.unused, self.unused_v} <= set(range(0, 1 if self.wide else WGMMA_M, WGMMA_K)),

@@ -27,6 +27,7 @@ from .products import (
 )
 from .registers import kept
 from .schedule import SLOTS, Schedule, TileQueue
+from .sequence import rows_of
 from .softmax import QUAD, ROWS, Softmax, rescale_rows
 
 
@@ -88,19 +89,20 @@ class Consumer:
         queue_state = pipeline.make_pipeline_state(consumer, SLOTS)
         q_state = pipeline.PipelineState(config.consumer_warpgroups, Int32(0), warpgroup, Int32(0))
         self.turns.open(warpgroup)
-        index, tiles = self.schedule.first(), self.schedule.count(seqlen_q, heads, batch)
-        while index < tiles:
-            m_block, head, batch_index = self.schedule.coordinates(index, seqlen_q, heads, batch, run.section)
-            first_query = m_block * config.tile_m
-            origin = self.band.origin(first_query, seqlen_q, seqlen_k, run.left)
-            place = seqlen_q, seqlen_k, run.right, run.left, origin
-            tile_end = self.band.blocks(first_query, config.tile_m, *place).end
+        lengths = seqlen_q, seqlen_k, heads, batch
+        tile, tiles = self.schedule.begin_receiving(queue, queue_state, lengths)
+        while self.schedule.exists(tile, tiles):
+            place = self.schedule.place(tile, lengths, run)
+            first_query = place.block * config.tile_m
+            origin = self.band.origin(first_query, *place.sequence[:2], run.left)
+            bounds = *place.sequence[:2], run.right, run.left, origin
+            tile_end = self.band.blocks(first_query, config.tile_m, *bounds).end
             first_query += warpgroup * WGMMA_M
-            own = self.band.blocks(first_query, WGMMA_M, *place)
+            own = self.band.blocks(first_query, WGMMA_M, *bounds)
             first, *_, end, _ = own
             first_row = first_query + thread // QUAD // 8 * 16 + thread // QUAD % 8
             begin(Phase.WAIT_Q)
-            rows = self.start_rows(products, s_p, first_row, seqlen_q, seqlen_k, run, origin)
+            rows = self.start_rows(products, s_p, first_row, *place.sequence[:2], run, origin)
             for _ in cutlass.range(tile_end - end, unroll=1):
                 k_state, v_state = self.skip(pipes, k_state, v_state, warpgroup)
             # Main loop
@@ -120,14 +122,17 @@ class Consumer:
             begin(Phase.EPILOGUE)
             inverse, row_lse = self.softmax.finish(rows.shift, rows.sum)
             normalise(rows_and_columns(rows.acc_o), inverse, row_lse, rows.keys, self.band)
-            store_lse(lse, row_lse, first_row, head, batch_index)
+            m_block, head, batch_index, sequence, _ = self.schedule.place_again(queue, queue_state, place)
+            own_lse = rows_of(lse, sequence.offset_q, sequence.seqlen_q, mode=2)
+            store_lse(own_lse, row_lse, first_row, head, batch_index)
             piece_index = m_block * config.consumer_warpgroups + warpgroup
-            piece = Piece(piece_index, head, batch_index, warpgroup, thread, is_store_warp, first_row)
+            piece = Piece(piece_index, head, batch_index, warpgroup, thread, is_store_warp, first_row, 0, sequence)
             self.output.store(out, shared_output, rows.acc_o, products.pv_add, piece)
             # Q has one stage a warpgroup: the next tile finds the same stage in the other phase
             q_state = pipeline.PipelineState(config.consumer_warpgroups, Int32(0), warpgroup, q_state.phase ^ 1)
             begin(Phase.WAIT_TILE)
-            index, queue_state = self.schedule.receive(queue, queue_state, index)
+            tile, queue_state = self.schedule.receive(queue, queue_state, tile)
+        self.schedule.end_receiving(queue, queue_state)
         begin(Phase.EPILOGUE)
         self.turns.close(warpgroup)
         self.output.finish(is_store_warp)

@@ -18,12 +18,12 @@ def normalise(
     held.
     """
     for row in cutlass.range_constexpr(ROWS):
-        if const_expr(band.right_bound):
+        if const_expr(band.blind_rows):
             sees_none = band.sees_none(keys, row)
             row_lse[row] = cutlass.select_(sees_none, Float32(-math.inf), row_lse[row])
         for column in cutlass.range(cute.size(acc_o, mode=[1]), unroll_full=True):
             value = acc_o[row, column] * inverse[row]
-            if const_expr(band.right_bound):
+            if const_expr(band.blind_rows):
                 value = cutlass.select_(sees_none, Float32(0.0), value)
             acc_o[row, column] = value
 

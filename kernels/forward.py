@@ -21,7 +21,8 @@ from .load import Producer, tma_pipe
 from .output import DirectOutput, StagedOutput
 from .phases import Phase, begin
 from .probabilities import RegisterP, SharedP
-from .schedule import Schedule, make_tile_queue
+from .packed_schedule import PackedSchedule
+from .schedule import SLOTS, Schedule, make_tile_queue, slots_shape
 from .smem import forward_layouts, forward_storage
 from .softmax import Softmax
 
@@ -40,11 +41,15 @@ class ForwardKernel:
         config.check()
         self.config = config
         self.dtype = DTYPES[config.dtype]
-        self.band = Band(config.tile_n, config.right_bound, config.left_bound)
+        self.band = Band(config.tile_n, config.right_bound, config.left_bound, config.packed)
         self.schedule = Schedule(config.tile_m, dynamic=config.dynamic, descending=config.dynamic)
-        self.values = DenseValues(config.tile_n, config.head_dim_v, cut=config.right_bound)
+        self.values = DenseValues(config.tile_n, config.head_dim_v, cut=config.right_bound or config.packed)
         self.turns = Turns(config.consumer_warpgroups, config.pingpong)
-        self.output = (StagedOutput if config.staged_output else DirectOutput)(self.dtype, config.head_dim_v)
+        self.output = DirectOutput(self.dtype, config.head_dim_v)
+        if config.staged_output:
+            self.output = StagedOutput(self.dtype, config.head_dim_v, cut=config.packed)
+        if config.packed:
+            self.schedule = PackedSchedule()
 
     @cute.jit
     def __call__(
@@ -66,31 +71,43 @@ class ForwardKernel:
         """q, k, v, out: (batch, length, heads, head_dim) in 16 bit, last stride 1; lse: (batch, heads, seqlen_q)
         float32.
         """
+        run = RunTime(scale_log2, right, left, section, fills_idle_sms)
+        self.launch(tuple(map(heads_last, (q, k, v, out))), lse, counter, run, ctas, stream)
+
+    @cute.jit
+    def launch(
+        self,
+        tensors: tuple,
+        lse: cute.Tensor,
+        counter: cute.Tensor,
+        run: RunTime,
+        ctas: Int32,
+        stream: cuda.CUstream,
+        table: cute.Tensor | None = None,
+    ):
+        """tensors: q, k, v and out, (length, head_dim, heads, batch); lse: (batch, heads, seqlen_q). With a table of
+        tiles: packed sequences, one behind the other, and a batch of 1.
+        """
         config, dtype = self.config, self.dtype
+        q, k, v, out = tensors
         # TMA atoms
         q_layout, k_layout, v_layout, o_layout, _ = forward_layouts(config, dtype)
         load_op = cpasync.CopyBulkTensorTileG2SOp()
         atom = cpasync.make_tiled_tma_atom
         one = (None, None, 0)
-        tiled_q = TiledTensor(*atom(load_op, heads_last(q), cute.slice_(q_layout, one), (WGMMA_M, config.head_dim)))
-        tiled_k = TiledTensor(
-            *atom(load_op, heads_last(k), cute.slice_(k_layout, one), (config.tile_n, config.head_dim))
-        )
-        tiled_v = TiledTensor(
-            *atom(
-                load_op, self.values.view(heads_last(v)), cute.slice_(v_layout, one), (config.tile_n, config.head_dim_v)
-            )
-        )
+        tiled_q = TiledTensor(*atom(load_op, q, cute.slice_(q_layout, one), (WGMMA_M, config.head_dim)))
+        tiled_k = TiledTensor(*atom(load_op, k, cute.slice_(k_layout, one), (config.tile_n, config.head_dim)))
+        v_box = (config.tile_n, config.head_dim_v)
+        tiled_v = TiledTensor(*atom(load_op, self.values.view(v), cute.slice_(v_layout, one), v_box))
         # Launch: persistent, one CTA an SM; without min_blocks_per_mp setmaxnreg would vanish. use_pdl: CTAs start as
         # SMs fall idle at the end of the launch before, and wait at the kernel's griddepcontrol.
-        tensors = (tiled_q, tiled_k, tiled_v)
-        target = self.output.target(heads_last(out), o_layout)
-        self.kernel(tensors, target, lse, counter, RunTime(scale_log2, right, left, section, fills_idle_sms)).launch(
+        target = self.output.target(out, o_layout)
+        self.kernel((tiled_q, tiled_k, tiled_v), target, lse, counter, table, run).launch(
             grid=(ctas, 1, 1), block=(config.threads, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True
         )
 
     @cute.kernel
-    def kernel(self, tensors: tuple, out, lse: cute.Tensor, counter: cute.Tensor, run: RunTime):
+    def kernel(self, tensors: tuple, out, lse: cute.Tensor, counter: cute.Tensor, table, run: RunTime):
         config = self.config
         begin(Phase.SETUP)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -104,8 +121,9 @@ class ForwardKernel:
         s_q = storage.q.get_tensor(q_layout.outer, swizzle=q_layout.inner)
         s_k = storage.k.get_tensor(k_layout.outer, swizzle=k_layout.inner)
         s_v = storage.v.get_tensor(v_layout.outer, swizzle=v_layout.inner)
-        readers = WARPS_PER_WARPGROUP * config.consumer_warpgroups
-        pipes, queue = self.pipelines(storage), make_tile_queue(storage, counter, config.dynamic, readers)
+        readers = self.schedule.readers(WARPS_PER_WARPGROUP * config.consumer_warpgroups)
+        slots = slots_shape(self.schedule.fields)
+        pipes, queue = self.pipelines(storage), make_tile_queue(storage, counter, config.dynamic, readers, slots, table)
         pipeline.pipeline_init_arrive(is_relaxed=True)
         pipeline.pipeline_init_wait()
         # This launch goes on when the one before it is complete. Every thread waits, so a launch's end implies the end
@@ -133,7 +151,7 @@ class ForwardKernel:
 
     def storage(self):
         """The struct of shared memory; ForwardConfig's arithmetic, by which plans are chosen, must not promise less."""
-        storage = forward_storage(self.config, self.dtype)
+        storage = forward_storage(self.config, self.dtype, slots=(self.schedule.fields or 1) * SLOTS)
         if storage.size_in_bytes() > self.config.smem_bytes():
             raise ValueError(f"{self.config.name}: {storage.size_in_bytes()} bytes, planned {self.config.smem_bytes()}")
         return storage

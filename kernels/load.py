@@ -5,11 +5,12 @@ from functools import partial
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, pipeline
+from cutlass import Int32, const_expr, pipeline
 
 from .args import RunTime, TiledTensor, partition
 from .blocks import Band
 from .config import WGMMA_M, ForwardConfig
+from .cut_rows import CutRows
 from .kv_source import DenseValues
 from .phases import Phase, begin
 from .schedule import SLOTS, Schedule, TileQueue
@@ -37,6 +38,51 @@ def head_tiles(tiled: TiledTensor, shared: cute.Tensor, box: cutlass.Constexpr, 
     tiles = cute.local_tile(rows, box, (None, 0))
     stages, tiles = partition(tiled, shared, tiles)
     return tiles, stages
+
+
+@dataclass(frozen=True)
+class WholeBoxes:
+    """Boxes of a tensor in which a head's rows are all its own."""
+
+    rows: int
+    columns: int
+
+    def view(self, tensor: cute.Tensor) -> cute.Tensor:
+        """(length, columns, heads, batch) as TMA shall see it."""
+        return tensor
+
+    def of_head(self, tiled: TiledTensor, shared: cute.Tensor, head: Int32, batch: Int32, origin=0):
+        """``(tiles, stages)``: what box() takes, of boxes from row ``origin`` on, and their stages in ``shared``."""
+        return head_tiles(tiled, shared, (self.rows, self.columns), head, batch, origin)
+
+    def box(self, tiled: TiledTensor, shared: cute.Tensor, tiles: cute.Tensor, block: Int32, length: Int32):
+        """One of them, the source of a copy."""
+        return tiles[None, block]
+
+
+@dataclass(frozen=True)
+class SequenceBoxes:
+    """The same of a tensor with several sequences: a box ends where its sequence does. What follows may hold NaN."""
+
+    rows: int
+    columns: int
+
+    def view(self, tensor: cute.Tensor) -> cute.Tensor:
+        return CutRows(self.rows, self.columns).view(tensor)
+
+    @cute.jit
+    def of_head(self, tiled: TiledTensor, shared: cute.Tensor, head: Int32, batch: Int32, origin: Int32):
+        tiles = cute.domain_offset((0, 0, origin), tiled.tensor[None, None, None, head, batch])
+        stages, _ = partition(tiled, shared, cute.local_tile(tiles[None, None, 0], (self.rows, self.columns), (0, 0)))
+        return tiles, stages
+
+    @cute.jit
+    def box(self, tiled: TiledTensor, shared: cute.Tensor, tiles: cute.Tensor, block: Int32, length: Int32):
+        """``length``: from the origin to the sequence's end, which lies behind the box's first row."""
+        first = block * self.rows
+        valid = cutlass.min(length - first, self.rows)
+        _, source = partition(tiled, shared, CutRows(self.rows, self.columns).box(tiles, first, valid))
+        return source
 
 
 @cute.jit
@@ -74,17 +120,19 @@ class Producer:
         k_state = pipeline.make_pipeline_state(producer, config.stages)
         v_state = pipeline.make_pipeline_state(producer, config.stages)
         queue_state = pipeline.make_pipeline_state(producer, SLOTS)
-        index, tiles = self.schedule.first(), self.schedule.count(seqlen_q, heads, batch)
-        while index < tiles:
+        lengths = seqlen_q, seqlen_k, heads, batch
+        tile, tiles, queue_state = self.schedule.begin(queue, queue_state, lengths, run)
+        while self.schedule.exists(tile, tiles):
             begin(Phase.TAKE_TILE)
-            m_block, head, batch_index = self.schedule.coordinates(index, seqlen_q, heads, batch, run.section)
+            m_block, head, batch_index, sequence, _ = self.schedule.place(tile, lengths, run)
             first_query = m_block * config.tile_m
-            origin = self.band.origin(first_query, seqlen_q, seqlen_k, run.left)
-            place = seqlen_q, seqlen_k, run.right, run.left, origin
-            *_, end, keys = self.band.blocks(first_query, config.tile_m, *place)
+            origin = self.band.origin(first_query, *sequence[:2], run.left)
+            *_, end, keys = self.band.blocks(first_query, config.tile_m, *sequence[:2], run.right, run.left, origin)
+            first_key = sequence.key_row(origin)
             head_k = head // (heads // heads_k)
-            q_tiles, q_stages = head_tiles(tiled_q, s_q, (WGMMA_M, config.head_dim), head, batch_index)
-            k_tiles, k_stages = head_tiles(tiled_k, s_k, (config.tile_n, config.head_dim), head_k, batch_index, origin)
+            q_box, k_box = (WGMMA_M, config.head_dim), (config.tile_n, config.head_dim)
+            q_tiles, q_stages = head_tiles(tiled_q, s_q, q_box, head, batch_index, sequence.query_row(0))
+            k_tiles, k_stages = head_tiles(tiled_k, s_k, k_box, head_k, batch_index, first_key)
             if end > 0:
                 k_state = load(Phase.LOAD_K, tiled_k.atom, k_tiles[None, end - 1], k_stages, k_pipe, k_state)
             # Also for a tile that sees no key: the turn of Q's buffer stays the same for all
@@ -93,14 +141,14 @@ class Producer:
                 q_state = load(Phase.LOAD_Q, tiled_q.atom, q_tile, q_stages, q_pipe, q_state)
             for block in cutlass.range(end - 1, 0, -1, unroll=1):
                 k_state = load(Phase.LOAD_K, tiled_k.atom, k_tiles[None, block - 1], k_stages, k_pipe, k_state)
-                v_tile, v_stages = self.values.tile(tiled_v, s_v, block, origin, keys, head_k, batch_index)
+                v_tile, v_stages = self.values.tile(tiled_v, s_v, block, first_key, keys, head_k, batch_index)
                 v_state = load(Phase.LOAD_V, tiled_v.atom, v_tile, v_stages, v_pipe, v_state)
             # Two blocks before the consumers are done: late enough that whoever ends first gets the longest tile left,
             # early enough for the way to the counter and back
             begin(Phase.TAKE_TILE)
-            index, queue_state = self.schedule.fetch(queue, queue_state, index)
+            tile, queue_state = self.schedule.fetch(queue, queue_state, tile, lengths, run)
             if end > 0:
-                v_tile, v_stages = self.values.tile(tiled_v, s_v, Int32(0), origin, keys, head_k, batch_index)
+                v_tile, v_stages = self.values.tile(tiled_v, s_v, Int32(0), first_key, keys, head_k, batch_index)
                 v_state = load(Phase.LOAD_V, tiled_v.atom, v_tile, v_stages, v_pipe, v_state)
         begin(Phase.TAKE_TILE)
         self.schedule.finish(queue)

@@ -8,13 +8,15 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32
+from cutlass import Boolean, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from .args import TiledTensor, partition
 from .barriers import sync_warpgroup
 from .config import WGMMA_M
+from .cut_rows import CutRows
 from .products import convert, store_copy
+from .sequence import Sequence
 from .softmax import QUAD, ROWS
 
 GROUP = 8  # neighbouring columns that a quad holds of a row, two a thread: 16 bytes
@@ -34,6 +36,7 @@ class Piece(NamedTuple):
     in_store_warp: Boolean  # the warp that speaks to TMA for its warpgroup
     first_row: Int32  # of the head, this thread's first; the second lies 8 below
     first_column: Int32 | int = 0  # DirectOutput: where the accumulator's columns begin; whole groups
+    sequence: Sequence | None = None  # whose rows they are; None: ``out`` is its rows already
 
 
 @cute.jit
@@ -52,10 +55,16 @@ class StagedOutput:
 
     dtype: type
     head_dim_v: int
+    cut: bool = False  # rows may end before the tensor does, where the next sequence's begin
+
+    @property
+    def boxes(self):
+        return CutRows(WGMMA_M, self.head_dim_v)
 
     @cute.jit
     def target(self, out: cute.Tensor, layout: cute.ComposedLayout) -> TiledTensor:
         """What the kernel takes for ``out`` (length, head_dim_v, heads, batch)."""
+        out = self.boxes.view(out) if const_expr(self.cut) else out
         tile = (WGMMA_M, self.head_dim_v)
         store = cpasync.CopyBulkTensorTileS2GOp()
         return TiledTensor(*cpasync.make_tiled_tma_atom(store, out, cute.slice_(layout, (None, None, 0)), tile))
@@ -76,10 +85,22 @@ class StagedOutput:
         sync_warpgroup(piece.warpgroup)
         # Start the store
         if piece.in_store_warp:
-            rows = out.tensor[None, None, piece.head, piece.batch]
-            source, target = partition(out, shared, cute.local_tile(rows, (WGMMA_M, self.head_dim_v), (piece.index, 0)))
+            source, target = partition(out, shared, self.box(out, piece))
             cute.copy(out.atom, source, target)
             cute.arch.cp_async_bulk_commit_group()
+
+    @cute.jit
+    def box(self, out: TiledTensor, piece: Piece):
+        """Where the piece lies in ``out``."""
+        if const_expr(self.cut):
+            first, sequence = piece.index * WGMMA_M, piece.sequence
+            valid = cutlass.min(cutlass.max(sequence.seqlen_q - first, 0), WGMMA_M)
+            rows = out.tensor[None, None, None, piece.head, piece.batch]
+            found = self.boxes.box(rows, sequence.offset_q + first, valid)
+        else:
+            rows = out.tensor[None, None, piece.head, piece.batch]
+            found = cute.local_tile(rows, (WGMMA_M, self.head_dim_v), (piece.index, 0))
+        return found
 
     @cute.jit
     def finish(self, in_store_warp: Boolean):
@@ -110,6 +131,7 @@ class DirectOutput:
         """Write this thread's share of ``out`` (length, head_dim_v, heads, batch); rows and columns past its end are
         not written.
         """
+        out = out if const_expr(piece.sequence is None) else piece.sequence.queries_of(out)
         seqlen_q, head_dim_v, _, _ = out.shape
         lane = cute.arch.lane_idx() % QUAD
         groups = self.head_dim_v // GROUP

@@ -24,6 +24,7 @@ class QueryConfig(Checked):
     head_dim_v: int
     right_bound: bool
     left_bound: bool = False
+    packed: bool = False  # several sequences in one tensor, whose lengths the device knows
 
     consumer_warpgroups = 2
     tile_m = WGMMA_M * consumer_warpgroups
@@ -40,7 +41,7 @@ class QueryConfig(Checked):
     @property
     def dynamic(self):
         """True where tiles are of unequal length, so that CTAs fetch them from a counter."""
-        return self.right_bound
+        return self.right_bound or self.packed
 
     @property
     def value_stages(self):

@@ -22,6 +22,7 @@ from .products import convert, new_accumulator, new_left_operand, rows_and_colum
 from .query_config import QueryConfig
 from .registers import released_by_first_lane
 from .schedule import SLOTS, Schedule, TileQueue
+from .sequence import behind
 from .softmax import QUAD, ROWS
 
 
@@ -99,15 +100,17 @@ class QueryConsumer:
             pipeline.make_pipeline_state(consumer, config.value_stages),
         )
         queue_state = pipeline.make_pipeline_state(consumer, SLOTS)
-        index, tiles = self.schedule.first(), self.schedule.count(seqlen_q, heads, batch)
-        while index < tiles:
-            m_block, head, batch_index = self.schedule.coordinates(index, seqlen_q, heads, batch, run.section)
+        lengths = seqlen_q, seqlen_k, heads, batch
+        tile, tiles = self.schedule.begin_receiving(queue, queue_state, lengths)
+        while self.schedule.exists(tile, tiles):
+            place = self.schedule.place(tile, lengths, run)
+            m_block, head, batch_index, sequence, first_line = place
             first_query = m_block * config.tile_m
-            origin = self.band.origin(first_query, seqlen_q, seqlen_k, run.left)
-            place = seqlen_q, seqlen_k, run.right, run.left, origin
-            blocks = self.band.blocks(first_query, config.tile_m, *place)
+            origin = self.band.origin(first_query, *sequence[:2], run.left)
+            blocks = self.band.blocks(first_query, config.tile_m, *sequence[:2], run.right, run.left, origin)
             first_row = first_query + warpgroup * WGMMA_M + thread // QUAD // 8 * 16 + thread // QUAD % 8
-            own = self.own_rows(rows[batch_index, head, None, None], first_row, seqlen_q, seqlen_k, run, origin)
+            lines = behind(rows[batch_index, head, None, None], first_line)
+            own = self.own_rows(lines, first_row, *sequence[:2], run, origin)
             total = new_accumulator(products.dq_add, (WGMMA_M, config.head_dim))
             total.fill(0.0)
             q_pipe.consumer_wait(q_state)
@@ -118,10 +121,12 @@ class QueryConsumer:
                 q_state.advance()
             begin(Phase.EPILOGUE)
             self.finish(total, own, scale)
+            m_block, head, batch_index, sequence, _ = self.schedule.place_again(queue, queue_state, place)
             piece = Piece(m_block, head, batch_index, warpgroup, thread, Boolean(False), first_row)
-            DirectOutput(self.dtype, config.head_dim).store(dq, None, total, None, piece)
+            DirectOutput(self.dtype, config.head_dim).store(sequence.queries_of(dq), None, total, None, piece)
             begin(Phase.WAIT_TILE)
-            index, queue_state = self.schedule.receive(queue, queue_state, index)
+            tile, queue_state = self.schedule.receive(queue, queue_state, tile)
+        self.schedule.end_receiving(queue, queue_state)
         begin(Phase.EXIT)
 
     @cute.jit
@@ -281,6 +286,6 @@ class QueryConsumer:
         for row in cutlass.range_constexpr(ROWS):
             for column in cutlass.range(cute.size(values, mode=[1]), unroll_full=True):
                 value = values[row, column] * scale
-                if const_expr(self.band.right_bound):
+                if const_expr(self.band.blind_rows):
                     value = cutlass.select_(self.band.sees_none(own.keys, row), Float32(0.0), value)
                 values[row, column] = value

@@ -18,12 +18,13 @@ from cutlass.tensor_utils import LayoutEnum
 from .args import RunTime, TiledTensor, may_begin_early
 from .blocks import Band
 from .config import SHARED_ALIGNMENT, WARPS_PER_WARPGROUP, WGMMA_M
-from .load import tma_pipe
+from .load import SequenceBoxes, WholeBoxes, tma_pipe
+from .packed_schedule import PackedSchedule
 from .phases import Phase, begin
 from .query_config import QueryConfig
 from .query_consume import QueryConsumer
 from .query_load import QueryProducer
-from .schedule import SLOTS, Schedule, make_tile_queue
+from .schedule import SLOTS, Schedule, make_tile_queue, slots_shape
 
 
 class QueryKernel:
@@ -34,8 +35,11 @@ class QueryKernel:
         self.config = config
         self.dtype = dtype
         self.statistics_rows = statistics_rows  # queries of one line of row statistics
-        self.band = Band(config.tile_n, config.right_bound, config.left_bound)
+        self.band = Band(config.tile_n, config.right_bound, config.left_bound, config.packed)
         self.schedule = Schedule(config.tile_m, dynamic=config.dynamic, descending=config.dynamic)
+        self.boxes = WholeBoxes
+        if config.packed:
+            self.schedule, self.boxes = PackedSchedule(), SequenceBoxes
 
     @cute.jit
     def launch(
@@ -48,11 +52,14 @@ class QueryKernel:
         run: RunTime,
         ctas: Int32,
         stream: cuda.CUstream,
+        table: cute.Tensor | None = None,
     ):
         """tensors: q, do, k, v, and dq: (length, head_dim, heads, batch) in 16 bit; rows: (batch, heads, lines, 2
-        statistics_rows) float32.
+        statistics_rows) float32. With a table of tiles: packed sequences, and a batch of 1.
         """
         config = self.config
+        q, do, k, v = tensors
+        k, v = self.boxes(config.tile_n, config.head_dim).view(k), self.boxes(config.tile_n, config.head_dim_v).view(v)
         load_op = cpasync.CopyBulkTensorTileG2SOp()
         boxes = (
             (WGMMA_M, config.head_dim),
@@ -62,10 +69,10 @@ class QueryKernel:
         )
         tiled = tuple(
             TiledTensor(*cpasync.make_tiled_tma_atom(load_op, tensor, cute.slice_(layout, (None, None, 0)), box))
-            for tensor, layout, box in zip(tensors, self.layouts(), boxes, strict=True)
+            for tensor, layout, box in zip((q, do, k, v), self.layouts(), boxes, strict=True)
         )
         # Persistent, one CTA an SM; without min_blocks_per_mp setmaxnreg would vanish
-        self.kernel(tiled, rows, dq, counter, scale, run).launch(
+        self.kernel(tiled, rows, dq, counter, table, scale, run).launch(
             grid=(ctas, 1, 1), block=(config.threads, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True
         )
 
@@ -87,6 +94,7 @@ class QueryKernel:
         rows: cute.Tensor,
         dq: cute.Tensor,
         counter: cute.Tensor,
+        table,
         scale: Float32,
         run: RunTime,
     ):
@@ -102,8 +110,9 @@ class QueryKernel:
             field.get_tensor(layout.outer, swizzle=layout.inner)
             for field, layout in zip((storage.q, storage.do, storage.k, storage.v), self.layouts(), strict=True)
         )
-        readers = WARPS_PER_WARPGROUP * config.consumer_warpgroups
-        pipes, queue = self.pipelines(storage), make_tile_queue(storage, counter, config.dynamic, readers)
+        readers = self.schedule.readers(WARPS_PER_WARPGROUP * config.consumer_warpgroups)
+        slots = slots_shape(self.schedule.fields)
+        pipes, queue = self.pipelines(storage), make_tile_queue(storage, counter, config.dynamic, readers, slots, table)
         pipeline.pipeline_init_arrive(is_relaxed=True)
         pipeline.pipeline_init_wait()
         # Every thread waits for the launch before, so a launch's end implies the end of all before it
@@ -114,7 +123,7 @@ class QueryKernel:
         if warp < WARPS_PER_WARPGROUP:
             cute.arch.setmaxregister_decrease(producer_registers)
             if warp == 0:
-                producer = QueryProducer(config, self.band, self.schedule)
+                producer = QueryProducer(config, self.band, self.schedule, self.boxes)
                 producer.run(tensors, shared, pipes, queue, run)
         else:
             cute.arch.setmaxregister_increase(consumer_registers)
@@ -125,6 +134,7 @@ class QueryKernel:
         """The struct of shared memory; QueryConfig's arithmetic, by which stages are chosen, must not promise less."""
         config, dtype = self.config, self.dtype
         q_layout, do_layout, k_layout, v_layout = self.layouts()
+        slots = (self.schedule.fields or 1) * SLOTS
 
         @cute.struct
         class QueryStorage:
@@ -133,7 +143,7 @@ class QueryKernel:
             k_barriers: cute.struct.MemRange[cutlass.Int64, 2 * config.stages]
             v_barriers: cute.struct.MemRange[cutlass.Int64, 2 * config.value_stages]
             queue_barriers: cute.struct.MemRange[cutlass.Int64, 2 * SLOTS]
-            queue_slots: cute.struct.MemRange[cutlass.Int32, SLOTS]
+            queue_slots: cute.struct.MemRange[cutlass.Int32, slots]
             q: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(q_layout)], SHARED_ALIGNMENT]
             do: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(do_layout)], SHARED_ALIGNMENT]
             k: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(k_layout)], SHARED_ALIGNMENT]

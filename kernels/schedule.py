@@ -8,6 +8,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr, pipeline
 
+from .sequence import Sequence
+
 SLOTS = 2  # tile indices under way from the producer warp to the consumers: it runs at most one tile ahead
 
 
@@ -19,6 +21,17 @@ class TileQueue(NamedTuple):
     counter: cute.Tensor
     slots: cute.Tensor  # shared memory
     pipe: object
+    table: cute.Tensor | None = None  # of packed sequences: tile_table.py
+
+
+class Place(NamedTuple):
+    """Which tile it is."""
+
+    block: Int32  # among those of its sequence
+    head: Int32
+    batch: Int32
+    sequence: Sequence
+    first_line: Int32 | None = None  # of a head's row statistics, the sequence's first
 
 
 @cute.jit
@@ -28,6 +41,7 @@ def make_tile_queue(
     dynamic: cutlass.Constexpr[bool],
     readers: cutlass.Constexpr[int],
     slots: cutlass.Constexpr = SLOTS,
+    table: cute.Tensor | None = None,
 ):
     """Slots and barriers through which the producer warp tells all that it says to the ``readers``: threads that give
     each slot back. ``slots``: shape of the slots.
@@ -42,7 +56,12 @@ def make_tile_queue(
         consumer_group=group(readers),
         defer_sync=True,
     )
-    return TileQueue(counter, storage.queue_slots.get_tensor(cute.make_layout(slots)), pipe)
+    return TileQueue(counter, storage.queue_slots.get_tensor(cute.make_layout(slots)), pipe, table)
+
+
+def slots_shape(fields: int | None):
+    """Shape of the slots for a schedule's ``fields``."""
+    return SLOTS if fields is None else (fields, SLOTS)
 
 
 @dataclass(frozen=True)
@@ -57,6 +76,39 @@ class Schedule:
     tile: int  # rows
     dynamic: bool
     descending: bool  # a head's last tile comes first
+
+    fields = None  # numbers that tell a consumer of a tile: one, the index
+
+    def readers(self, warps: int):
+        """Threads of so many warps that give a slot of the queue back."""
+        return warps
+
+    def begin(self, queue: TileQueue, state, lengths: tuple, run):
+        """Producer warp: ``(first tile, end, state)``. Tiles of this schedule are indices below ``end``, which every
+        warp decodes. ``lengths``: (seqlen_q, seqlen_k, heads, batch).
+        """
+        seqlen_q, _, heads, batch = lengths
+        return self.first(), self.count(seqlen_q, heads, batch), state
+
+    def begin_receiving(self, queue: TileQueue, state, lengths: tuple):
+        """Consumer warp: likewise ``(first tile, end)``."""
+        seqlen_q, _, heads, batch = lengths
+        return self.first(), self.count(seqlen_q, heads, batch)
+
+    def exists(self, tile: Int32, end: Int32):
+        return tile < end
+
+    def place(self, tile: Int32, lengths: tuple, run) -> Place:
+        """What a tile is."""
+        seqlen_q, seqlen_k, heads, batch = lengths
+        return Place(*self.coordinates(tile, seqlen_q, heads, batch, run.section), Sequence(seqlen_q, seqlen_k))
+
+    def place_again(self, queue: TileQueue, state, place: Place) -> Place:
+        """Consumer warp, at a tile's end: ``place``, which stayed in registers."""
+        return place
+
+    def end_receiving(self, queue: TileQueue, state):
+        """Consumer warp, after its last tile: every slot has been given back."""
 
     @cute.jit
     def first(self) -> Int32:
@@ -88,7 +140,7 @@ class Schedule:
         return block, head_of_all - batch_index * heads, batch_index
 
     @cute.jit
-    def fetch(self, queue: TileQueue, state, index: Int32):
+    def fetch(self, queue: TileQueue, state, index: Int32, lengths: tuple, run):
         """Producer warp: ``(next index, state)`` after handing the next index to the consumers."""
         ctas = cute.arch.grid_dim()[0]
         following = index + ctas

@@ -28,8 +28,8 @@ def forward_layouts(config: ForwardConfig, dtype):
     return q, k, v, o, p
 
 
-def forward_storage(config: ForwardConfig, dtype):
-    """The struct of a CTA's shared memory."""
+def forward_storage(config: ForwardConfig, dtype, slots: int):
+    """The struct of a CTA's shared memory. ``slots``: numbers in the slots of the tile queue."""
     q_layout, k_layout, v_layout, _, _ = forward_layouts(config, dtype)
     output_elements = config.consumer_warpgroups * WGMMA_M * config.output_columns if config.staged_output else 0
 
@@ -40,7 +40,7 @@ def forward_storage(config: ForwardConfig, dtype):
         k_barriers: cute.struct.MemRange[cutlass.Int64, 2 * config.stages]
         v_barriers: cute.struct.MemRange[cutlass.Int64, 2 * config.stages]
         queue_barriers: cute.struct.MemRange[cutlass.Int64, 2 * SLOTS]
-        queue_slots: cute.struct.MemRange[cutlass.Int32, SLOTS]
+        queue_slots: cute.struct.MemRange[cutlass.Int32, slots]
         q: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(q_layout)], SHARED_ALIGNMENT]
         k: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(k_layout)], SHARED_ALIGNMENT]
         v: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(v_layout)], SHARED_ALIGNMENT]

@@ -39,7 +39,6 @@ LEGAL = {
 }  # fmt: skip
 CUDA = {"device": "cuda", "architecture": "sm_90", "remaining_sms": SMS}
 GRAD = {"requires_grad": True}
-WINDOW = "the left side of window_size must be open or at least total_k - 1 for packed sequences on CUDA (not built yet)"
 CHUNK = "attention_chunk must be 0 on CUDA where it hides a key (not built yet)"
 SLOPES = "alibi_slopes must not require grad (their gradient is not built)"
 SOFTCAP = "softcap must be 0 (none), or from 2**-126 to below 2**127"
@@ -68,7 +67,6 @@ ROWS = (
     ("sm_margin", {"sm_margin": -1}, ValueError, "sm_margin must be an integer of at least 0, got -1"),
     ("remaining_sms", CUDA | {"remaining_sms": 0}, ValueError,
      "the device's SMs minus sm_margin must be at least 1, got 0"),
-    ("left", CUDA | {"left": 3, "packed": True}, NotImplementedError, f"{WINDOW}, got 3"),
     ("num_splits", {"num_splits": 4}, NotImplementedError,
      "num_splits must be 0 or 1 (splitting is not built yet), got 4"),
     ("pack_gqa", {"pack_gqa": True}, NotImplementedError,
@@ -222,8 +220,8 @@ def test_a_call_with_an_illegal_option(options, error, message):
 
 def test_every_option_that_is_not_built_is_refused_by_a_call():
     unbuilt = {row.fact for row in ILLEGAL if row.error is NotImplementedError}
-    # Facts that are no options, and those that only packed calls have
-    others = {"left": None, "slopes_gradient": "alibi_slopes", "tangent": None, "page_table": None}
+    # Facts that are no options, and one that only packed calls have
+    others = {"slopes_gradient": "alibi_slopes", "tangent": None, "page_table": None}
     options = {others.get(fact, fact) for fact in unbuilt} - {None}
     calls = [(options, error) for options, error, _ in CALLS] + [(options, error) for _, options, error, _ in ON_CUDA]
     assert options <= {next(iter(given)) for given, error in calls if given and error is NotImplementedError}

@@ -1,0 +1,75 @@
+"""Forward attention of packed sequences: a table of their tiles, then the forward kernel."""
+
+import cuda.bindings.driver as cuda
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from .args import RunTime
+from .blocks import Band
+from .config import ForwardConfig
+from .forward import ForwardKernel
+from .tile_table import Side, TileTable
+
+
+def one_batch(tensor):
+    """(total, heads, columns) as (total, columns, heads, 1)."""
+    layout = cute.select(tensor.layout, mode=[0, 2, 1])
+    return cute.make_tensor(tensor.iterator, cute.make_layout((*layout.shape, 1), stride=(*layout.stride, 0)))
+
+
+def one_more_mode(tensor):
+    """A tensor with a batch of 1 in front; None stays None."""
+    if tensor is None:
+        return None
+    return cute.make_tensor(
+        tensor.iterator, cute.make_layout((1, *tensor.layout.shape), stride=(0, *tensor.layout.stride))
+    )
+
+
+class PackedForwardKernel:
+    """Everything about the kernels that is fixed at compile time."""
+
+    def __init__(self, config: ForwardConfig):
+        self.config = config
+        self.main = ForwardKernel(config)
+        band = Band(config.tile_n, config.right_bound, config.left_bound, packed=True)
+        self.table = TileTable(config.tile_m, config.tile_n, False, band)
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        out: cute.Tensor,
+        lse: cute.Tensor,
+        cu_seqlens_q: cute.Tensor,
+        cu_seqlens_k: cute.Tensor,
+        seqused_q: cute.Tensor,
+        seqused_k: cute.Tensor,
+        table: cute.Tensor,
+        counter: cute.Tensor,
+        scale_log2: Float32,
+        right: Int32,
+        left: Int32 | None,
+        section: Int32,
+        ctas: Int32,
+        fills_idle_sms: Int32,
+        stream: cuda.CUstream,
+    ):
+        """q, k, v, out: (total, heads, head_dim) in 16 bit, last stride 1; lse: (heads, total_q) float32. In int32:
+        cu_seqlens (batch + 1), seqused (batch) or None, table (table_lines, ENTRY_WORDS): workspace.
+        """
+        run = RunTime(scale_log2, right, left, section, fills_idle_sms)
+        sides = Side(cu_seqlens_q, seqused_q, q.shape[0]), Side(cu_seqlens_k, seqused_k, k.shape[0])
+        self.list_tiles(sides, table, run).launch(
+            grid=(1, 1, 1), block=(self.table.threads, 1, 1), stream=stream, use_pdl=True
+        )
+        tensors = tuple(map(one_batch, (q, k, v, out)))
+        self.main.launch(tensors, one_more_mode(lse), counter, run, ctas, stream, table)
+
+    @cute.kernel
+    def list_tiles(self, sides: tuple, table: cute.Tensor, run: RunTime):
+        cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.griddepcontrol_wait()
+        self.table.run(*sides, table, run)

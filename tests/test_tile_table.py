@@ -1,0 +1,181 @@
+"""The table of packed sequences' tiles: the kernel's own source, run thread by thread on the CPU."""
+
+import math
+import random
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from simulated_memory import Memory
+from threads import ThreadCta, float_bits, words
+
+from hopper_fa3.kernels import table_size
+from hopper_fa3.kernels import tile_table as real
+from hopper_fa3.kernels.blocks import Band
+
+THREADS = 64  # of a CTA here: several rounds with few sequences
+
+
+class Case:
+    """Sequences, by their places and lengths."""
+
+    def __init__(self, seed, batch, longest, used=(False, False), gaps=False):
+        chance = random.Random(seed)
+        self.batch, self.used = batch, used
+        self.sides = []
+        for has_used in used:
+            lengths = [chance.choice((0, 1, chance.randrange(longest), longest)) for _ in range(batch)]
+            ends = np.cumsum([chance.randrange(9) * gaps, *lengths])
+            total = int(ends[-1]) + chance.randrange(200) * gaps
+            counts = np.array([chance.randint(0, length) for length in lengths]) if has_used else np.array(lengths)
+            self.sides.append((ends, counts, total))
+
+    def expected(self, table, right):
+        """{entry without its line: steps} that a table must list, by brute force."""
+        found = {}
+        own, other = (self.sides[1], self.sides[0]) if table.keys else self.sides
+        for begin, length, other_begin, other_length in self.ranges(own, other):
+            for block in range(-(-length // table.tile)):
+                of_q, of_k = ((begin, length), (other_begin, other_length))[:: -1 if table.keys else 1]
+                entry = (block, of_q[1], of_k[1], of_q[0], of_k[0])
+                found[entry] = self.steps(table, block, of_q[1], of_k[1], right)
+        return found
+
+    def ranges(self, own, other):
+        """(begin, length, the same of the other side): sequences, and rows that none uses."""
+        (ends, counts, total), (other_ends, other_counts, _) = own, other
+        for index in range(self.batch):
+            unused = ends[index] + counts[index]
+            yield int(ends[index]), int(counts[index]), int(other_ends[index]), int(other_counts[index])
+            yield int(unused), int(ends[index + 1] - unused), None, 0
+        yield 0, int(ends[0]), None, 0
+        yield int(ends[-1]), total - int(ends[-1]), None, 0
+
+    def steps(self, table, block, seqlen_q, seqlen_k, right):
+        """Steps in which some row of the tile sees some row of the step."""
+        first, steps = block * table.tile, 0
+        length, other = (seqlen_k, seqlen_q) if table.keys else (seqlen_q, seqlen_k)
+        last = min(first + table.tile, length) - 1
+        for begin in range(0, other, table.step):
+            end = min(begin + table.step, other) - 1
+            query, key = (end, first) if table.keys else (last, begin)
+            steps += right is None or key <= query + seqlen_k - seqlen_q + right
+        return steps
+
+
+def listed(case, table, right):
+    """The lines that the kernel writes."""
+    cta = ThreadCta(THREADS)
+    kernels = cta.kernels({"tile_table": {"float_bits": float_bits}})
+    module = kernels["tile_table"]
+    sides = [
+        module.Side(Memory(ends), Memory(counts) if used else None, total)
+        for (ends, counts, total), used in zip(case.sides, case.used, strict=True)
+    ]
+    own = case.sides[table.keys]
+    lines = table_size.table_lines(own[2], table.tile, case.batch, case.used[table.keys])
+    memory = words(lines, table_size.ENTRY_WORDS)
+    module.TileTable.shared = lambda _: cta.once(
+        lambda: module.Shared(
+            words(THREADS), words(len(real.Entry), THREADS), words(THREADS), words(real.BUCKETS),
+            words(THREADS // 32),
+        )
+    )  # fmt: skip
+    fields = {name: getattr(table, name) for name in table.__dataclass_fields__}
+    run = module.TileTable(**fields | {"band": kernels["blocks"].Band(**vars(table.band))})
+    bounds = SimpleNamespace(right=right or 0, left=None)
+    cta.run(lambda: run.run(*sides, memory, bounds))
+    return memory.array
+
+
+def check(case, table, right):
+    found, expected = listed(case, table, right), case.expected(table, right)
+    count = found[0, 0]
+    assert count == len(expected) <= len(found) - table_size.HEADER
+    entries = [tuple(int(word) for word in line[:6]) for line in found[table_size.HEADER : table_size.HEADER + count]]
+    # Where a gap's rows of the other side would be is nobody's concern
+    sees = lambda entry: entry[2] if not table.keys else entry[1]  # noqa: E731
+    side = 3 if table.keys else 4
+    strip = (
+        lambda entry: tuple(  # noqa: E731
+            None if index == side and not sees(entry) else word for index, word in enumerate(entry[:5])
+        )
+    )
+    assert {strip(entry) for entry in entries} == {strip(entry) for entry in expected}
+    steps = {strip(entry): value for entry, value in expected.items()}
+    order = [steps[strip(entry)] for entry in entries]
+    if not table.together:
+        tolerance = 1 + 2.0**-real.LEADING_BITS
+        assert all(earlier * tolerance >= later for earlier, later in zip(order, order[1:], strict=False))
+    return entries
+
+
+def table(tile, step, keys, right_bound, **options):
+    band = Band(tile if keys else step, right_bound, packed=True)
+    return real.TileTable(tile, step, keys, band, threads=THREADS, **options)
+
+
+TABLES = {
+    "queries": table(192, 128, False, False),
+    "queries, causal": table(128, 80, False, True),
+    "keys, causal": table(128, 64, True, True, line_rows=64),
+    "keys": table(64, 128, True, False, line_rows=128),
+    "keys, in order": table(128, 64, True, True, line_rows=64, together=True, descending=True),
+    "lines of queries": table(64, 128, False, False, line_rows=64),
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+@pytest.mark.parametrize("used", [(False, False), (True, False), (False, True), (True, True)])
+def test_every_row_is_in_one_tile(name, used):
+    table = TABLES[name]
+    for seed in range(3):
+        batch = (1, 7, 150)[seed]
+        check(
+            Case(seed, batch, (3000, 700, 300)[seed], used, gaps=seed > 0), table, 0 if table.band.right_bound else None
+        )
+
+
+def test_lines_of_the_workspace_are_the_sequences_own():
+    table, case = TABLES["lines of queries"], Case(5, 40, 500, (True, False), gaps=True)
+    owners, lines = {}, table_size.workspace_lines(case.sides[0][2], table.tile, case.batch)
+    for block, seqlen_q, seqlen_k, offset_q, _, first in check(case, table, None):
+        assert 0 <= first and first + block < lines
+        if seqlen_k:  # of others nobody writes
+            assert owners.setdefault(first + block, (offset_q, seqlen_q, block)) == (offset_q, seqlen_q, block)
+    of_keys = replace(TABLES["keys"], tile=128, step=64, line_rows=64)
+    own = {entry[3]: entry[5] for entry in check(case, of_keys, None) if entry[1]}
+    assert own and {offset: first for _, _, k, offset, _, first in check(case, table, None) if k and offset in own} == {
+        offset: first for offset, first in own.items()
+    }
+
+
+def test_a_sequence_stands_together_in_the_order_of_turns():
+    table = TABLES["keys, in order"]
+    for seed in range(3):
+        case = Case(seed, (3, 64, 130)[seed], 1000)
+        entries = check(case, table, 0)
+        place, longest = 0, math.inf
+        while place < len(entries):
+            tiles = -(-entries[place][2] // table.tile)
+            own = entries[place : place + tiles]
+            assert [entry[0] for entry in own] == list(range(tiles))[::-1]
+            assert len({entry[1:] for entry in own}) == 1
+            most = max(case.steps(table, entry[0], entry[1], entry[2], 0) for entry in own)
+            assert most <= longest * (1 + 2.0**-real.LEADING_BITS)
+            place, longest = place + tiles, most
+
+
+def test_an_unlawful_table_stays_within_its_memory():
+    """Sequences that decrease or overlap are no lawful input, but must not write elsewhere."""
+    case = Case(0, 4, 300)
+    ends, counts, total = case.sides[0]
+    case.sides[0] = np.array([0, total, 0, total, -7]), counts, total
+    found = listed(case, TABLES["queries"], None)
+    assert 0 <= found[0, 0] <= len(found) - table_size.HEADER
+
+
+@pytest.mark.parametrize(("tiles", "bits"), [(1, 127 << 23), (3, 0x40400000), (2**30 + 1, 157 << 23)])
+def test_float_bits(tiles, bits):
+    assert float_bits(tiles) == bits
