@@ -30,7 +30,7 @@ def compiled(static, plan, options=()):
     """The launchable kernel for ``(static, plan)``: traced at the first request, found in memory afterwards.
 
     ``static`` and ``plan``: a Static with a Plan, or a BackwardStatic with a BackwardPlan. The callable takes ``(q, k,
-    v, out, lse, counter, scale_log2, right, section, ctas, fills_idle_sms)`` positionally, or what BackwardKernel says,
+    v, out, lse, counter, scale_log2, right, left, section, ctas, fills_idle_sms)`` positionally, or what BackwardKernel says,
     torch tensors as they are, and launches on torch's current stream of the tensors' device. ``options`` are further
     options of the DSL's compiler.
     """
@@ -98,7 +98,7 @@ def _arguments(static, config):
     v = _tensor(dtype, batch, seqlen_k, heads_k, head_dim_v)
     out = _tensor(dtype, batch, seqlen_q, heads, head_dim_v)
     lse = _tensor(cutlass.Float32, batch, heads, seqlen_q, divisibility=1, align=4)
-    scalars = (cutlass.Float32(1.0), *(cutlass.Int32(1) for _ in range(4)))
+    scalars = (cutlass.Float32(1.0), *_bounds(static), *(cutlass.Int32(1) for _ in range(3)))
     return q, k, v, out, lse, _counter() if config.dynamic else None, *scalars, _stream()
 
 
@@ -125,8 +125,13 @@ def _backward_arguments(static, config):
         widths = (config.tile_n * dim for dim in (config.head_dim, config.head_dim_v))
         parts = (_tensor(wide, *places, width) for width in widths)
     turns = _tensor(cutlass.Int32, batch, heads, blocks, pieces, divisibility=1, align=4) if config.turns else None
-    scalars = (wide(1.0), wide(1.0), *(cutlass.Int32(1) for _ in range(9)))
+    scalars = (wide(1.0), wide(1.0), *_bounds(static), *(cutlass.Int32(1) for _ in range(8)))
     return q, k, v, out, lse, do, dlse, dq, dk, dv, rows, sums, turns, *parts, _counter(), *scalars, _stream()
+
+
+def _bounds(static):
+    """``(right, left)`` of the band."""
+    return cutlass.Int32(1), cutlass.Int32(1) if static.left_bound else None
 
 
 def _counter():

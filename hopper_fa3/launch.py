@@ -36,7 +36,7 @@ class Recipe(NamedTuple):
 
     function: object  # None: there is no work
     dynamic: bool  # the kernel takes its tiles from a counter
-    scalars: tuple  # scale_log2, right, section, ctas, fills_idle_sms
+    scalars: tuple  # scale_log2, right, left, section, ctas, fills_idle_sms
     out: torch.Tensor  # one element expanded to the result's shape: empty_like takes half the host time of empty
     lse: torch.Tensor
     unread_lse: torch.Tensor | None  # where the LSE goes that nobody asked for; None: allocate it
@@ -58,9 +58,8 @@ def prepare(problem, q, k, v, *, out=None, plan=None, sm_margin=0, deterministic
         plan = plan or planning.choose(static)
         function, dynamic = compiled(static, plan), planning.forward_config(static, plan).dynamic
         ctas = min(planning.tiles(problem, plan), multiprocessors(problem.device) - sm_margin)
-        right = 0 if problem.right is None else problem.right
         section = planning.heads_per_section(problem)
-        scalars = (scale_log2(problem.softmax_scale), right, section, ctas, int(sm_margin == 0))
+        scalars = (scale_log2(problem.softmax_scale), *problem.kernel_bounds, section, ctas, int(sm_margin == 0))
     # Not q.new_empty: where q is of a subclass, results of all later calls would be
     one_of_out, one_of_lse = (torch.empty(1, dtype=dtype, device=q.device) for dtype in (q.dtype, torch.float32))
     return Recipe(

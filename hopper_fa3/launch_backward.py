@@ -64,7 +64,7 @@ def prepare(recipe, lse_gradient):
     scalars = (
         scale_log2(problem.softmax_scale),
         problem.softmax_scale,
-        0 if problem.right is None else problem.right,
+        *problem.kernel_bounds,
         planning.backward_heads_per_section(problem, config, parts, sms) * parts,
         problem.heads_k * parts,
         *tail,

@@ -67,10 +67,6 @@ ILLEGAL = (
     ),
     Illegal("sm_margin", ANY_COUNT, (), ValueError, "sm_margin must be an integer of at least 0"),
     Illegal("remaining_sms", ANY_COUNT[1:], ON_CUDA, ValueError, "the device's SMs minus sm_margin must be at least 1"),
-    Illegal(
-        "left", (None,), ON_CUDA, NOT_BUILT,
-        "the left side of window_size must be open or at least seqlen_k - 1 (windows are not built yet)",
-    ),
     Illegal("num_splits", (0, 1), (), NOT_BUILT, "num_splits must be 0 or 1 (splitting is not built yet)"),
     Illegal("pack_gqa", (None, False), (), NOT_BUILT, "pack_gqa must be None or False (packing is not built yet)"),
     Illegal("attention_chunk", (0,), (), NOT_BUILT, "attention_chunk must be 0 (not built yet)"),
@@ -100,7 +96,7 @@ class Static(NamedTuple):
     head_dim: int  # tile class
     head_dim_v: int  # tile class
     right_bound: bool  # a right bound is present; its value is a run-time argument (causal: 0)
-    left_bound: bool
+    left_bound: bool  # likewise; only together with a right one
     negative_scale: bool
 
 
@@ -113,6 +109,7 @@ class BackwardStatic(NamedTuple):
     right_bound: bool
     lse_gradient: bool  # a gradient of the LSE arrives
     deterministic: bool
+    left_bound: bool = False
 
 
 @dataclass(frozen=True)
@@ -153,7 +150,7 @@ class Problem:
         left, right = bounds(window_size, causal, seqlen_q, seqlen_k)
         facts = tensor_facts(q, k, v, sm_margin) | {
             "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "tiles": batch * heads * -(-seqlen_q // TILE_ROWS),
-            "left": left, "num_splits": num_splits, "pack_gqa": pack_gqa, "attention_chunk": attention_chunk,
+            "num_splits": num_splits, "pack_gqa": pack_gqa, "attention_chunk": attention_chunk,
             "softcap": softcap, "qv": qv, "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale,
             "sink": sink, "alibi_slopes": alibi_slopes, "score": score, "mask": mask, "block_mask": block_mask,
             "out": out,
@@ -179,6 +176,16 @@ class Problem:
         return self.batch, self.seqlen_q, self.heads, self.head_dim_v
 
     @property
+    def bounded(self):
+        """True where some query sees less than all keys."""
+        return self.left is not None or self.right is not None
+
+    @property
+    def kernel_bounds(self):
+        """``(right, left)`` as the kernels take them at run time; without a right bound one that hides nothing."""
+        return self.seqlen_q - 1 if self.right is None else self.right, self.left
+
+    @property
     def static(self):
         """The part of a CUDA problem that the kernel is compiled for."""
         return static_of(self)
@@ -194,7 +201,9 @@ def static_of(problem):
         dtype=name_of(problem.dtype),
         head_dim=planning.tile_class(problem.head_dim),
         head_dim_v=planning.tile_class(problem.head_dim_v),
-        right_bound=problem.right is not None,
+        # A left bound comes with a right one, which may hide nothing: a third of the kernels less, and a window that
+        # is open on the right is rare
+        right_bound=problem.left is not None or problem.right is not None,
         left_bound=problem.left is not None,
         negative_scale=problem.softmax_scale < 0,
     )
@@ -204,8 +213,9 @@ def backward_static_of(problem, lse_gradient, deterministic):
     """The BackwardStatic of a Problem or PackedProblem."""
     static = static_of(problem)
     return BackwardStatic(
-        static.dtype, static.head_dim, static.head_dim_v, static.right_bound, lse_gradient, deterministic
-    )
+        static.dtype, static.head_dim, static.head_dim_v, static.right_bound, lse_gradient, deterministic,
+        static.left_bound,
+    )  # fmt: skip
 
 
 def tensor_facts(q, k, v, sm_margin):

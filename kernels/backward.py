@@ -38,7 +38,7 @@ class BackwardKernel:
         config.check()
         self.config = config
         self.dtype = DTYPES[config.dtype]
-        self.band = Band(config.tile_n, config.right_bound)
+        self.band = Band(config.tile_n, config.right_bound, config.left_bound)
         self.schedule = WorkSchedule(
             config.tile_n, True, config.descending, config.turns, config.split_tail, config.tile_m
         )
@@ -46,7 +46,8 @@ class BackwardKernel:
         # Where dQ is not summed
         self.queries = None
         if not config.sums:
-            query_config = QueryConfig(config.dtype, config.head_dim, config.head_dim_v, config.right_bound)
+            bounds = config.right_bound, config.left_bound
+            query_config = QueryConfig(config.dtype, config.head_dim, config.head_dim_v, *bounds)
             self.queries = QueryKernel(query_config, self.dtype, config.tile_m)
         self.epilogue = Epilogue(config, self.dtype, self.band)
 
@@ -72,6 +73,7 @@ class BackwardKernel:
         scale_log2: Float32,
         scale: Float32,
         right: Int32,
+        left: Int32 | None,
         section: Int32,
         head_parts: Int32,
         whole_tiles: Int32,
@@ -110,7 +112,8 @@ class BackwardKernel:
             TiledTensor(*cpasync.make_tiled_tma_atom(load_op, source, cute.slice_(layout, (None, None, 0)), box))
             for source, layout, box in zip(sources, layouts, boxes, strict=True)
         )
-        run = BackwardRunTime(scale_log2, scale, right, section, head_parts, whole_tiles, tile_parts, fills_idle_sms)
+        parts = head_parts, whole_tiles, tile_parts
+        run = BackwardRunTime(scale_log2, scale, right, left, section, *parts, fills_idle_sms)
         # Launch: persistent, one CTA an SM; without min_blocks_per_mp setmaxnreg would vanish
         results = (heads_last(dk), heads_last(dv))
         direct = (None, None) if const_expr(config.split_heads) else results
@@ -124,7 +127,7 @@ class BackwardKernel:
             grid = (2 * self.tiles_in_parts(dk_parts, results[0], run), 1, 1)
             self.add(parts, run).launch(grid=grid, **behind)
         if const_expr(not config.sums):
-            query_run = RunTime(scale_log2, right, query_section, fills_idle_sms)
+            query_run = RunTime(scale_log2, right, left, query_section, fills_idle_sms)
             matrices = tuple(map(heads_last, (q, do, k, v)))
             self.queries.launch(matrices, rows, heads_last(dq), counter, scale, query_run, query_ctas, stream)
         else:

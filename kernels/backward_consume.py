@@ -30,7 +30,7 @@ from .backward_scores import (
 from .backward_store import sums_barrier
 from .backward_work import WorkSchedule
 from .barriers import BackwardBarrier
-from .blocks import Band
+from .blocks import LEFT, NO_SIDE, Band, Sides
 from .config import WARPGROUP_THREADS, WARPS_PER_WARPGROUP, WGMMA_M, BackwardConfig
 from .phases import Phase, begin
 from .products import convert, new_accumulator, new_left_operand
@@ -108,7 +108,9 @@ class BackwardConsumer:
         own_key = warpgroup * WGMMA_M + thread // QUAD // 8 * 16 + thread // QUAD % 8
         work = self.schedule.receive_work(queue, queue_state)
         while work.n_block >= 0:
-            blocks, head = self.band.query_blocks(work.n_block, config.tile_m, seqlen_q, seqlen_k, run.right), work.head
+            lengths_and_bounds = seqlen_q, seqlen_k, run.right, run.left
+            blocks = self.band.query_blocks(work.n_block, config.tile_m, *lengths_and_bounds)
+            head = self.band.first_head(work, blocks)
             first_key = work.n_block * config.tile_n + own_key
             tile = self.start(products, first_key, seqlen_q, seqlen_k, run)
             k_pipe.consumer_wait(k_state)
@@ -149,12 +151,12 @@ class BackwardConsumer:
         self, products: BackwardProducts, memory: Memory, state: State, tile: Tile, blocks: tuple, warpgroup: Int32, run
     ) -> State:
         """All steps of one query head."""
-        first, unmasked, end = blocks
+        first, unmasked, left, end = blocks
         memory.q_pipe.consumer_wait(state.q)
         lse = self.statistics(memory, state.q, LSE)
         scores = self.issue_scores(products, state.q)
         wgmma.wait_group(0)
-        self.probabilities(tile, scores, lse, first, run, masked=True)
+        self.probabilities(tile, scores, lse, first, run, self.band.sides)
         memory.do_pipe.consumer_wait(state.do)
         # The step before the second block has no dQ of another to compute
         second, begin = first + 1, first + 1
@@ -162,13 +164,18 @@ class BackwardConsumer:
             begin += 1
             # A loop, of one round at most, rather than a branch
             for block in cutlass.range(second, cutlass.min(begin, end), unroll=1):
-                state = self.step(products, memory, state, tile, block, warpgroup, run, masked=True, follows=False)
+                state = self.step(products, memory, state, tile, block, warpgroup, run, self.band.sides, False)
         for block in cutlass.range(begin, cutlass.min(unmasked, end), unroll=1):
             follows = True if self.own_second_step else block > second
-            state = self.step(products, memory, state, tile, block, warpgroup, run, masked=True, follows=follows)
-        for block in cutlass.range(cutlass.max(begin, unmasked), end, unroll=1):
+            state = self.step(products, memory, state, tile, block, warpgroup, run, self.band.sides, follows)
+        begin = cutlass.max(begin, unmasked)
+        for block in cutlass.range(begin, left, unroll=1):
             follows = True if self.own_second_step else block > second
-            state = self.step(products, memory, state, tile, block, warpgroup, run, masked=False, follows=follows)
+            state = self.step(products, memory, state, tile, block, warpgroup, run, NO_SIDE, follows)
+        if const_expr(self.band.left_bound):
+            for block in cutlass.range(cutlass.max(begin, left), end, unroll=1):
+                follows = True if self.own_second_step else block > second
+                state = self.step(products, memory, state, tile, block, warpgroup, run, LEFT, follows)
         return self.last_step(products, memory, state, tile, warpgroup, second < end)
 
     @cute.jit
@@ -272,12 +279,12 @@ class BackwardConsumer:
         lse: cute.Tensor,
         block: Int32,
         run: BackwardRunTime,
-        masked: cutlass.Constexpr[bool],
+        sides: cutlass.Constexpr[Sides],
     ):
         """Pᵀ = exp2(Sᵀ scale - LSE), in place and in 16 bit."""
         limits = query_limits(tile.first_queries, block * self.config.tile_m)
-        polynomials = self.config.polynomial_columns
-        exponentiate(accumulator, lse, limits, run.scale_log2, masked, polynomials, self.dtype)
+        polynomials, width = self.config.polynomial_columns, self.band.width(run)
+        exponentiate(accumulator, lse, limits, run.scale_log2, sides, width, polynomials, self.dtype)
         convert(accumulator, self.dtype, target=tile.p)
 
     @cute.jit

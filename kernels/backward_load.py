@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import pipeline
+from cutlass import const_expr, pipeline
 
 from .args import BackwardRunTime
 from .backward_work import WorkSchedule
@@ -38,17 +38,22 @@ class BackwardProducer:
         work, queue_state = self.schedule.hand_out(queue, queue_state, lengths, run, first=True)
         while work.n_block >= 0:
             n_block, head_k, _, batch_index, head, last_head, *_ = work
-            blocks = self.band.query_blocks(n_block, config.tile_m, seqlen_q, seqlen_k, run.right)
-            first, _, end = work.blocks_of(head, blocks)
+            blocks = self.band.query_blocks(n_block, config.tile_m, seqlen_q, seqlen_k, run.right, run.left)
+            head = self.band.first_head(work, blocks)
+            # False where no query sees any of the tile's keys. K and V are loaded all the same: they come with a tile
+            visited = head < last_head if const_expr(config.left_bound) else True
+            first, *_, end = work.blocks_of(head, blocks)
             k_tiles, k_stages = head_tiles(tiled_k, s_k, (config.tile_n, config.head_dim), head_k, batch_index)
             v_tiles, v_stages = head_tiles(tiled_v, s_v, (config.tile_n, config.head_dim_v), head_k, batch_index)
             q_tiles, q_stages = head_tiles(tiled_q, s_q, (config.tile_m, config.head_dim), head, batch_index)
             do_tiles, do_stages = head_tiles(tiled_do, s_do, (config.tile_m, config.head_dim_v), head, batch_index)
             rows, row_stages = head_tiles(tiled_rows, s_rows, (1, config.row_floats), head, batch_index)
             sources, stages = (q_tiles[None, first], rows[None, first]), (q_stages, row_stages)
-            q_state = self.load_queries((tiled_q, tiled_rows), sources, stages, q_pipe, q_state)
+            if visited:
+                q_state = self.load_queries((tiled_q, tiled_rows), sources, stages, q_pipe, q_state)
             k_state = load(Phase.LOAD_K, tiled_k.atom, k_tiles[None, n_block], k_stages, k_pipe, k_state)
-            do_state = load(Phase.LOAD_DO, tiled_do.atom, do_tiles[None, first], do_stages, do_pipe, do_state)
+            if visited:
+                do_state = load(Phase.LOAD_DO, tiled_do.atom, do_tiles[None, first], do_stages, do_pipe, do_state)
             v_state = load(Phase.LOAD_V, tiled_v.atom, v_tiles[None, n_block], v_stages, v_pipe, v_state)
             first += 1
             while head < last_head:
@@ -60,7 +65,7 @@ class BackwardProducer:
                     q_state = self.load_queries((tiled_q, tiled_rows), sources, stages, q_pipe, q_state)
                     do_state = load(Phase.LOAD_DO, tiled_do.atom, do_tiles[None, block], do_stages, do_pipe, do_state)
                 head += 1
-                first, _, end = work.blocks_of(head, blocks)
+                first, *_, end = work.blocks_of(head, blocks)
             # Late, so that whoever ends first gets the next tile
             begin(Phase.TAKE_TILE)
             work, queue_state = self.schedule.hand_out(queue, queue_state, lengths, run)

@@ -70,7 +70,9 @@ class Role:
         own_key = thread // QUAD // 8 * 16 + thread // QUAD % 8
         work = self.schedule.receive_work(queue, queue_state)
         while work.n_block >= 0:
-            blocks, head = self.band.query_blocks(work.n_block, config.tile_m, seqlen_q, seqlen_k, run.right), work.head
+            lengths_and_bounds = seqlen_q, seqlen_k, run.right, run.left
+            blocks = self.band.query_blocks(work.n_block, config.tile_m, *lengths_and_bounds)
+            head = self.band.first_head(work, blocks)
             first_key = work.n_block * config.tile_n + own_key
             first_queries = first_queries_of(self.band, first_key, seqlen_q, seqlen_k, run.right)
             total = new_accumulator(products.total_add, (WGMMA_M, self.columns))

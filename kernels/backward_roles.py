@@ -17,6 +17,7 @@ from .backward_role import Memory, Role, State, words_of
 from .backward_role_products import RoleProducts, make_role_products
 from .backward_scores import differentiate, exponentiate, query_limits, release_queries
 from .barriers import sync_warpgroup
+from .blocks import LEFT, NO_SIDE, Sides
 from .products import convert, new_left_operand
 from .workspace import read_piece, write_piece
 
@@ -40,13 +41,17 @@ class ProbabilityRole(Role):
     @cute.jit
     def head(self, products, memory: Memory, state: State, total, operand, first_queries, blocks: tuple, run) -> State:
         """All steps of one query head."""
-        first, unmasked, end = blocks
+        first, unmasked, left, end = blocks
         common = (products, memory, total, operand, first_queries, run)
-        state = self.step(state, *common, first, first=True, masked=True)
+        state = self.step(state, *common, first, True, self.band.sides)
         for block in cutlass.range(first + 1, unmasked, unroll=1):
-            state = self.step(state, *common, block, first=False, masked=True)
-        for block in cutlass.range(cutlass.max(first + 1, unmasked), end, unroll=1):
-            state = self.step(state, *common, block, first=False, masked=False)
+            state = self.step(state, *common, block, False, self.band.sides)
+        begin = cutlass.max(first + 1, unmasked)
+        for block in cutlass.range(begin, left, unroll=1):
+            state = self.step(state, *common, block, False, NO_SIDE)
+        if const_expr(self.band.left_bound):
+            for block in cutlass.range(cutlass.max(begin, left), end, unroll=1):
+                state = self.step(state, *common, block, False, LEFT)
         # dV of the last step
         memory.do_pipe.consumer_wait(state.do)
         self.issue_total(products, total, operand, state.do.index)
@@ -67,7 +72,7 @@ class ProbabilityRole(Role):
         run: BackwardRunTime,
         block: Int32,
         first: cutlass.Constexpr[bool],
-        masked: cutlass.Constexpr[bool],
+        sides: cutlass.Constexpr[Sides],
     ) -> State:
         """P of ``block``, and dV of the step before it."""
         memory.q_pipe.consumer_wait(state.q)
@@ -83,7 +88,7 @@ class ProbabilityRole(Role):
         state.q.advance()
         # Under dV
         limits = query_limits(first_queries, block * self.config.tile_m)
-        exponentiate(scores, lse, limits, run.scale_log2, masked)
+        exponentiate(scores, lse, limits, run.scale_log2, sides, self.band.width(run))
         # dV in flight reads the operand's registers: until it is done they cannot take the next P
         memory.p_pipe.producer_acquire(state.p)
         if const_expr(not first):
@@ -116,7 +121,7 @@ class GradientRole(Role):
     @cute.jit
     def head(self, products, memory: Memory, state: State, total, operand, first_queries, blocks: tuple, run) -> State:
         """All steps of one query head."""
-        first, _, end = blocks
+        first, *_, end = blocks
         state = self.step(state, products, memory, total, operand, first=True)
         for _ in cutlass.range(first + 1, end, unroll=1):
             state = self.step(state, products, memory, total, operand, first=False)

@@ -7,7 +7,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from .blocks import Band
+from .blocks import NO_SIDE, Band, Sides
+from .mask import inside
 from .products import rows_and_columns, store_copy
 from .softmax import QUAD, ROWS
 
@@ -44,11 +45,13 @@ def exponentiate(
     lse: cute.Tensor,
     limits: cute.Tensor,
     scale_log2: Float32,
-    masked: cutlass.Constexpr[bool],
+    sides: cutlass.Constexpr[Sides],
+    width: Int32 | None,
     polynomials: cutlass.Constexpr[int] = 0,
     dtype: cutlass.Constexpr = None,
 ):
-    """Pᵀ = exp2(Sᵀ scale - LSE), in place. ``lse``: of own_statistics, in base 2. ``polynomials``: of 4 columns, for so
+    """Pᵀ = exp2(Sᵀ scale - LSE), in place. ``lse``: of own_statistics, in base 2. ``limits``: of query_limits, on the
+    right side of the band; ``width``: how many queries further the left one is. ``polynomials``: of 4 columns, for so
     many a polynomial good enough for ``dtype``, where nothing is masked.
     """
     scores = rows_and_columns(accumulator)
@@ -56,10 +59,12 @@ def exponentiate(
         shift = lse[column % 2, column // 2]
         for row in cutlass.range_constexpr(ROWS):
             exponent = scores[row, column] * scale_log2 - shift
-            if const_expr(masked):
-                visible = Int32(8 * (column // 2) + column % 2) >= limits[row]
+            if const_expr(sides != NO_SIDE):
+                first = limits[row] if const_expr(sides.right) else None
+                end = limits[row] + width if const_expr(sides.left) else None
+                visible = inside(8 * (column // 2) + column % 2, first, end)
                 exponent = cutlass.select_(visible, exponent, Float32(-math.inf))
-            if const_expr(not masked and column % 4 >= 4 - polynomials):
+            if const_expr(sides == NO_SIDE and column % 4 >= 4 - polynomials):
                 scores[row, column] = exp2_polynomial(exponent, EXP2[dtype])
             else:
                 scores[row, column] = cute.math.exp2(exponent, fastmath=True)

@@ -15,6 +15,7 @@ from .args import BackwardRunTime
 from .backward_consume import DELTA, LSE, BackwardConsumer, Memory, State, Tile
 from .backward_products import BackwardProducts
 from .backward_scores import release_queries
+from .blocks import Sides
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class EarlySums(BackwardConsumer):
         block: Int32,
         warpgroup: Int32,
         run: BackwardRunTime,
-        masked: cutlass.Constexpr[bool],
+        sides: cutlass.Constexpr[Sides],
         follows,
     ) -> State:
         """dV and dK of the step before ``block``; dQ of the one before that, if it ``follows`` one of its head; P of
@@ -51,7 +52,7 @@ class EarlySums(BackwardConsumer):
         wgmma.wait_group(1)
         memory.do_pipe.consumer_release(state.do)
         # Under dK
-        self.probabilities(tile, scores, lse, block, run, masked=masked)
+        self.probabilities(tile, scores, lse, block, run, sides)
         state.do.advance()
         # The wait on a barrier is a branch, which holds the wait for dK behind the exponentials
         memory.do_pipe.consumer_wait(state.do)
@@ -107,7 +108,7 @@ class LateSums(BackwardConsumer):
         block: Int32,
         warpgroup: Int32,
         run: BackwardRunTime,
-        masked: cutlass.Constexpr[bool],
+        sides: cutlass.Constexpr[Sides],
         follows,
     ) -> State:
         """dV and dK of the step before ``block``; dQ of the one before that, if it ``follows`` one of its head; P of
@@ -129,7 +130,7 @@ class LateSums(BackwardConsumer):
         lse = self.statistics(memory, following, LSE)
         scores = self.issue_scores(products, following)
         wgmma.wait_group(0)
-        self.probabilities(tile, scores, lse, block, run, masked=masked)
+        self.probabilities(tile, scores, lse, block, run, sides)
         state.do.advance()
         memory.do_pipe.consumer_wait(state.do)
         release_queries(memory.q_pipe, state.q)

@@ -76,6 +76,10 @@ class SumStore:
         work = self.schedule.receive_work(queue, queue_state)
         while work.n_block >= 0:
             head = work.head
+            if const_expr(config.left_bound):
+                lengths_and_bounds = seqlen_q, seqlen_k, run.right, run.left
+                blocks = self.band.query_blocks(work.n_block, config.tile_m, *lengths_and_bounds)
+                head = self.band.first_head(work, blocks)
             while head < work.last_head:
                 head_turns = turns[work.batch, head, None, None] if const_expr(config.turns) else None
                 head_sums = sums[work.batch, head, None, None]
@@ -104,8 +108,8 @@ class SumStore:
     ):
         """All steps of one query head."""
         config, n_block = self.config, work.n_block
-        blocks = self.band.query_blocks(n_block, config.tile_m, seqlen_q, seqlen_k, run.right)
-        first, _, end = work.blocks_of(head, blocks)
+        blocks = self.band.query_blocks(n_block, config.tile_m, seqlen_q, seqlen_k, run.right, run.left)
+        first, *_, end = work.blocks_of(head, blocks)
         for block in cutlass.range(first, end, unroll=1):
             if const_expr(config.turns):
                 expected = self.band.turn(n_block, block, config.tile_m, seqlen_q, seqlen_k, run.right)

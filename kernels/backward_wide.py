@@ -30,7 +30,7 @@ from .backward_scores import (
 from .backward_store import sums_barrier
 from .backward_work import WorkSchedule
 from .barriers import BackwardBarrier, WideBarrier
-from .blocks import Band
+from .blocks import LEFT, NO_SIDE, Band, Sides
 from .config import WARPGROUP_THREADS, WARPS_PER_WARPGROUP, WGMMA_M, BackwardConfig
 from .phases import Phase, begin
 from .products import convert, new_accumulator, new_left_operand
@@ -101,7 +101,9 @@ class WideConsumer:
         work = self.schedule.receive_work(queue, queue_state)
         self.arrive(warpgroup, Int32(1))
         while work.n_block >= 0:
-            blocks, head = self.band.query_blocks(work.n_block, config.tile_m, seqlen_q, seqlen_k, run.right), work.head
+            lengths_and_bounds = seqlen_q, seqlen_k, run.right, run.left
+            blocks = self.band.query_blocks(work.n_block, config.tile_m, *lengths_and_bounds)
+            head = self.band.first_head(work, blocks)
             first_key = work.n_block * config.tile_n + own_key
             tile = Tile(
                 new_accumulator(products.dk_add, (WGMMA_M, config.head_dim)),
@@ -138,15 +140,21 @@ class WideConsumer:
         self, products, dk: tuple, memory: Memory, state: State, tile: Tile, blocks: tuple, warpgroup: Int32, run
     ) -> State:
         """All steps of one query head."""
-        first, unmasked, end = blocks
+        first, unmasked, left, end = blocks
         memory.q_pipe.consumer_wait(state.q)
         self.issue_scores(products, tile.scores, state.q)
         wgmma.wait_group(0)
         for block in cutlass.range(first, cutlass.min(unmasked, end - 1), unroll=1):
-            state = self.step(products, dk, memory, state, tile, (first, block), warpgroup, run, masked=True)
-        for block in cutlass.range(cutlass.max(first, unmasked), end - 1, unroll=1):
-            state = self.step(products, dk, memory, state, tile, (first, block), warpgroup, run, masked=False)
-        self.step(products, dk, memory, state, tile, (first, end - 1), warpgroup, run, masked=True, last=True)
+            state = self.step(products, dk, memory, state, tile, (first, block), warpgroup, run, self.band.sides)
+        begin, before_last = cutlass.max(first, unmasked), end - 1
+        if const_expr(self.band.left_bound):
+            before_last = cutlass.min(left, before_last)
+        for block in cutlass.range(begin, before_last, unroll=1):
+            state = self.step(products, dk, memory, state, tile, (first, block), warpgroup, run, NO_SIDE)
+        if const_expr(self.band.left_bound):
+            for block in cutlass.range(cutlass.max(begin, left), end - 1, unroll=1):
+                state = self.step(products, dk, memory, state, tile, (first, block), warpgroup, run, LEFT)
+        self.step(products, dk, memory, state, tile, (first, end - 1), warpgroup, run, self.band.sides, last=True)
         # One more step, in which there is only dQ of the last one
         state.q.advance()
         state.do.advance()
@@ -169,7 +177,7 @@ class WideConsumer:
         blocks: tuple,
         warpgroup: Int32,
         run: BackwardRunTime,
-        masked: cutlass.Constexpr[bool],
+        sides: cutlass.Constexpr[Sides],
         last: cutlass.Constexpr[bool] = False,
     ) -> State:
         """P, dP, dS, dV and dK of a step, dQ of the step before it, where there is one, and S of the next one."""
@@ -178,7 +186,7 @@ class WideConsumer:
         rows = memory.rows[None, state.q.index]
         limits = query_limits(tile.first_queries, block * self.config.tile_m)
         lse, delta = (own_statistics(rows, kind * self.config.tile_m, self.config.tile_m) for kind in range(2))
-        exponentiate(tile.scores, lse, limits, run.scale_log2, masked=masked)
+        exponentiate(tile.scores, lse, limits, run.scale_log2, sides, self.band.width(run))
         p = convert(tile.scores, self.dtype, target=new_left_operand(tile.scores, self.dtype))
         memory.do_pipe.consumer_wait(state.do)
         dp = new_accumulator(products.scores_first, (WGMMA_M, self.config.tile_m))

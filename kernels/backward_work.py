@@ -18,6 +18,7 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
 from .args import BackwardRunTime
+from .blocks import QueryBlocks
 from .schedule import Schedule, TileQueue
 
 
@@ -51,13 +52,14 @@ class PartWork(NamedTuple):
 
     @cute.jit
     def blocks_of(self, head: Int32, blocks: tuple):
-        """``(first, unmasked, end)`` of a head: ``blocks``, which begin at 0, cut to the work."""
-        _, unmasked, end = blocks
+        """``blocks`` of a head, which begin at 0 and have no left bound, cut to the work."""
+        _, unmasked, _, end = blocks
         first = cutlass.select_(head == self.head, self.first_block, Int32(0))
         end = cutlass.select_(head == self.last_head - 1, self.end_block, end)
         found = first, cutlass.min(unmasked, end), end
         # Through shuffles: else the compiler computes them again in every step
-        return tuple(cute.arch.make_warp_uniform(each) for each in found)
+        first, unmasked, end = (cute.arch.make_warp_uniform(each) for each in found)
+        return QueryBlocks(first, unmasked, end, end)
 
 
 class Part(NamedTuple):

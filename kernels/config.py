@@ -27,6 +27,13 @@ RIGHT_BOUND_REGISTERS = 8
 REGISTERS = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
 
 
+def mask_name(config):
+    """What a kernel's name says of its bounds."""
+    if config.left_bound:
+        return "window"
+    return "causal" if config.right_bound else "dense"
+
+
 class Checked:
     """What the configurations have in common: ``rules()`` gives those of one kind of kernel."""
 
@@ -48,6 +55,10 @@ class Checked:
                 f"head_dim_v class must be one of {HEAD_DIM_CLASSES}, got {self.head_dim_v}",
             ),
             (self.dtype in SHORT_DTYPES, f"dtype must be bfloat16 or float16, got {self.dtype}"),
+            (
+                self.right_bound or not self.left_bound,
+                "left_bound needs right_bound (one that hides nothing will do), got none",
+            ),
         )
         # The others only where these hold: their arithmetic rests on them
         broken = (message for holds, message in inputs if not holds)
@@ -81,11 +92,12 @@ class ForwardConfig(Checked):
     pingpong: bool
     overlap: bool
     shared_p: bool = False  # P goes to P V through shared memory instead of registers
+    left_bound: bool = False
 
     @property
     def name(self):
         """Readable kernel name for profilers."""
-        mask = "causal" if self.right_bound else "dense"
+        mask = mask_name(self)
         dims = f"d{self.head_dim}" if self.head_dim == self.head_dim_v else f"d{self.head_dim}v{self.head_dim_v}"
         sign = "_negative_scale" if self.negative_scale else ""
         tile = f"{self.tile_m}x{self.tile_n}{'_shared_p' if self.shared_p else ''}"
@@ -205,6 +217,7 @@ class BackwardConfig(Checked):
     # Last columns of the classes, beyond the exact head dims, which the products leave out: of Q and K, of V and dO
     unused: int = 0
     unused_v: int = 0
+    left_bound: bool = False
 
     consumer_warpgroups = 2
 
@@ -290,7 +303,7 @@ class BackwardConfig(Checked):
     @property
     def name(self):
         """Readable kernel name for profilers."""
-        mask = "causal" if self.right_bound else "dense"
+        mask = mask_name(self)
         dims = f"d{self.columns}" if self.columns == self.columns_v else f"d{self.columns}v{self.columns_v}"
         split = ("_split_heads" if self.split_heads else "") + ("_split_tail" if self.split_tail else "")
         options = split + ("_deterministic" if self.turns else "")

@@ -10,7 +10,7 @@ from cutlass.cute.nvgpu import warpgroup as wgmma
 
 from .args import RunTime
 from .barriers import Turns, any_of_warpgroup
-from .blocks import Band
+from .blocks import LEFT, NO_SIDE, Band, RowKeys, Sides
 from .config import WARPGROUP_THREADS, WARPS_PER_WARPGROUP, WGMMA_M, ForwardConfig
 from .epilogue import normalise, store_lse
 from .mask import mask_scores
@@ -36,7 +36,7 @@ class Rows(NamedTuple):
     probabilities: Probabilities
     shift: cute.Tensor
     sum: cute.Tensor
-    key_limits: cute.Tensor  # leading keys that each row sees
+    keys: RowKeys
 
 
 @dataclass(frozen=True)
@@ -91,34 +91,47 @@ class Consumer:
         while index < tiles:
             m_block, head, batch_index = self.schedule.coordinates(index, seqlen_q, heads, batch, run.section)
             first_query = m_block * config.tile_m
-            _, tile_end, _ = self.band.blocks(first_query, config.tile_m, seqlen_q, seqlen_k, run.right)
+            origin = self.band.origin(first_query, seqlen_q, seqlen_k, run.left)
+            place = seqlen_q, seqlen_k, run.right, run.left, origin
+            tile_end = self.band.blocks(first_query, config.tile_m, *place).end
             first_query += warpgroup * WGMMA_M
-            full, end, _ = self.band.blocks(first_query, WGMMA_M, seqlen_q, seqlen_k, run.right)
+            first, inner, full, end, _ = self.band.blocks(first_query, WGMMA_M, *place)
             first_row = first_query + thread // QUAD // 8 * 16 + thread // QUAD % 8
             begin(Phase.WAIT_Q)
-            rows = self.start_rows(products, s_p, first_row, seqlen_q, seqlen_k, run)
+            rows = self.start_rows(products, s_p, first_row, seqlen_q, seqlen_k, run, origin)
             for _ in cutlass.range(tile_end - end, unroll=1):
                 k_state, v_state = self.skip(pipes, k_state, v_state, warpgroup)
             # Main loop
             q_pipe.consumer_wait(q_state)
             if end > 0:
-                k_state = self.first_block(products, k_pipe, k_state, rows, warpgroup, is_store_warp, full, end, run)
-                unmasked = cutlass.min(full, end - 1)
-                for block in cutlass.range(end - 2, unmasked - 1, -1, unroll=1):
+                masked = self.band.end_is_masked(inner, full, end)
+                k_state = self.first_block(products, k_pipe, k_state, rows, warpgroup, is_store_warp, masked, end, run)
+                full = cutlass.min(full, end - 1)
+                for block in cutlass.range(end - 2, full - 1, -1, unroll=1):
                     k_state, v_state = self.block(
-                        products, pipes, k_state, v_state, rows, warpgroup, run, block, masked=True
+                        products, pipes, k_state, v_state, rows, warpgroup, run, block, self.band.sides
                     )
-                for block in cutlass.range(unmasked - 1, -1, -1, unroll=1):
+                inner = cutlass.min(inner, full)
+                for block in cutlass.range(full - 1, inner - 1, -1, unroll=1):
                     k_state, v_state = self.block(
-                        products, pipes, k_state, v_state, rows, warpgroup, run, block, masked=False
+                        products, pipes, k_state, v_state, rows, warpgroup, run, block, NO_SIDE
                     )
+                if const_expr(self.band.left_bound):
+                    for block in cutlass.range(inner - 1, first - 1, -1, unroll=1):
+                        k_state, v_state = self.block(
+                            products, pipes, k_state, v_state, rows, warpgroup, run, block, LEFT
+                        )
             q_pipe.consumer_release(q_state)
             if end > 0:
                 v_state = self.last_output(products, v_pipe, v_state, rows, warpgroup)
+            if const_expr(self.band.left_bound):
+                # Before the epilogue: the other warpgroups' next blocks wait for these
+                for _ in cutlass.range(first, unroll=1):
+                    k_state, v_state = self.skip(pipes, k_state, v_state, warpgroup)
             # O and LSE leave
             begin(Phase.EPILOGUE)
             inverse, row_lse = self.softmax.finish(rows.shift, rows.sum)
-            normalise(rows_and_columns(rows.acc_o), inverse, row_lse, rows.key_limits, self.band)
+            normalise(rows_and_columns(rows.acc_o), inverse, row_lse, rows.keys, self.band)
             store_lse(lse, row_lse, first_row, head, batch_index)
             piece_index = m_block * config.consumer_warpgroups + warpgroup
             piece = Piece(piece_index, head, batch_index, warpgroup, thread, is_store_warp, first_row)
@@ -150,7 +163,7 @@ class Consumer:
 
     @cute.jit
     def start_rows(
-        self, products: Products, s_p, first_row: Int32, seqlen_q: Int32, seqlen_k: Int32, run: RunTime
+        self, products: Products, s_p, first_row: Int32, seqlen_q: Int32, seqlen_k: Int32, run: RunTime, origin: Int32
     ) -> Rows:
         """Fresh registers for a tile: O = 0, no key seen."""
         config = self.config
@@ -158,19 +171,15 @@ class Consumer:
         acc_o.fill(0.0)
         scores = new_accumulator(products.qk_first, (WGMMA_M, config.tile_n))
         shift, row_sum = self.softmax.start()
-        key_limits = cute.make_rmem_tensor(ROWS, Int32)
-        for row in cutlass.range_constexpr(ROWS):
-            key_limits[row] = self.band.key_limit(first_row + 8 * row, seqlen_q, seqlen_k, run.right)
-        return Rows(acc_o, self.probabilities.start(products, scores, s_p), shift, row_sum, key_limits)
+        keys = self.band.row_keys(first_row, seqlen_q, seqlen_k, run, origin)
+        return Rows(acc_o, self.probabilities.start(products, scores, s_p), shift, row_sum, keys)
 
     @cute.jit
-    def mask(self, scores: cute.Tensor, rows: Rows, block: Int32):
+    def mask(self, scores: cute.Tensor, rows: Rows, block: Int32, sides: cutlass.Constexpr[Sides], run: RunTime):
         """Mask one block's scores."""
         first_column = block * self.config.tile_n + 2 * (cute.arch.lane_idx() % QUAD)
-        limits = cute.make_rmem_tensor(ROWS, Int32)
-        for row in cutlass.range_constexpr(ROWS):
-            limits[row] = rows.key_limits[row] - first_column
-        mask_scores(rows_and_columns(scores), limits, self.softmax.masked)
+        columns = self.band.columns(rows.keys, first_column, sides, run)
+        mask_scores(rows_and_columns(scores), *columns, self.softmax.masked)
 
     @cute.jit
     def first_block(
@@ -181,7 +190,7 @@ class Consumer:
         rows: Rows,
         warpgroup: Int32,
         is_store_warp: Boolean,
-        full: Int32,
+        masked: Boolean,
         end: Int32,
         run: RunTime,
     ):
@@ -200,8 +209,8 @@ class Consumer:
         begin(Phase.MASK)
         k_pipe.consumer_release(k_state)
         k_state.advance()
-        if full < end:
-            self.mask(scores, rows, end - 1)
+        if masked:
+            self.mask(scores, rows, end - 1, self.band.sides, run)
         begin(Phase.ROW_MAXIMUM)
         self.softmax.set_shift(rows_and_columns(scores), rows.shift, run.scale_log2)
         begin(Phase.EXPONENTIALS)
@@ -223,7 +232,7 @@ class Consumer:
         warpgroup: Int32,
         run: RunTime,
         block: Int32,
-        masked: cutlass.Constexpr[bool],
+        sides: cutlass.Constexpr[Sides],
     ):
         """Scores of ``block`` and P V of the block visited before it, in flight together; softmax runs under the
         latter.
@@ -248,9 +257,9 @@ class Consumer:
         # P V runs on under the softmax here and the other warpgroups'; without overlap both products end first
         begin(Phase.WAIT_QK)
         wgmma.wait_group(1 if config.overlap else 0)
-        if const_expr(masked):
+        if const_expr(sides != NO_SIDE):
             begin(Phase.MASK)
-            self.mask(scores, rows, block)
+            self.mask(scores, rows, block, sides, run)
         if const_expr(config.early_p):
             self.end_output(v_pipe, v_state)
         sums = cute.make_rmem_tensor(ROWS, Float32)
@@ -266,7 +275,7 @@ class Consumer:
             if outgrown:
                 fresh = Boolean(False)
                 begin(Phase.CATCH_UP)
-                self.catch_up(products, k_state.index, scores, sums, rows, run, block, masked)
+                self.catch_up(products, k_state.index, scores, sums, rows, run, block, sides)
         k_pipe.consumer_release(k_state)
         if const_expr(not config.early_p):
             self.end_output(v_pipe, v_state)
@@ -293,7 +302,7 @@ class Consumer:
         rows: Rows,
         run: RunTime,
         block: Int32,
-        masked: cutlass.Constexpr[bool],
+        sides: cutlass.Constexpr[Sides],
     ):
         """Make the block's scores again, which the exponentials overwrote, and move the shift of rows that outgrew
         theirs; P V of the block before has ended on return.
@@ -301,8 +310,8 @@ class Consumer:
         wgmma.fence()
         issue_scores(products, scores, k_stage)
         wgmma.wait_group(0)
-        if const_expr(masked):
-            self.mask(scores, rows, block)
+        if const_expr(sides != NO_SIDE):
+            self.mask(scores, rows, block, sides, run)
         rescale = self.softmax.catch_up(rows_and_columns(scores), sums, rows.shift, rows.sum, run.scale_log2)
         rescale_rows(rows_and_columns(rows.acc_o), rescale)
 

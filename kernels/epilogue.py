@@ -6,19 +6,20 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
+from .blocks import Band, RowKeys
 from .softmax import QUAD, ROWS
 
 
 @cute.jit
 def normalise(
-    acc_o: cute.Tensor, inverse: cute.Tensor, row_lse: cute.Tensor, key_limits: cute.Tensor, band: cutlass.Constexpr
+    acc_o: cute.Tensor, inverse: cute.Tensor, row_lse: cute.Tensor, keys: RowKeys, band: cutlass.Constexpr[Band]
 ):
     """Divide each row of O (2 rows, columns) by its sum. A row that sees no key becomes 0 with LSE -inf, whatever V
     held.
     """
     for row in cutlass.range_constexpr(ROWS):
         if const_expr(band.right_bound):
-            sees_none = key_limits[row] <= 0
+            sees_none = band.sees_none(keys, row)
             row_lse[row] = cutlass.select_(sees_none, Float32(-math.inf), row_lse[row])
         for column in cutlass.range(cute.size(acc_o, mode=[1]), unroll_full=True):
             value = acc_o[row, column] * inverse[row]

@@ -40,7 +40,7 @@ class ForwardKernel:
         config.check()
         self.config = config
         self.dtype = DTYPES[config.dtype]
-        self.band = Band(config.tile_n, config.right_bound)
+        self.band = Band(config.tile_n, config.right_bound, config.left_bound)
         self.schedule = Schedule(config.tile_m, dynamic=config.dynamic, descending=config.dynamic)
         self.values = DenseValues(config.tile_n, config.head_dim_v, cut=config.right_bound)
         self.turns = Turns(config.consumer_warpgroups, config.pingpong)
@@ -57,6 +57,7 @@ class ForwardKernel:
         counter: cute.Tensor,
         scale_log2: Float32,
         right: Int32,
+        left: Int32 | None,
         section: Int32,
         ctas: Int32,
         fills_idle_sms: Int32,
@@ -84,7 +85,7 @@ class ForwardKernel:
         # SMs fall idle at the end of the launch before, and wait at the kernel's griddepcontrol.
         tensors = (tiled_q, tiled_k, tiled_v)
         target = self.output.target(heads_last(out), o_layout)
-        self.kernel(tensors, target, lse, counter, RunTime(scale_log2, right, section, fills_idle_sms)).launch(
+        self.kernel(tensors, target, lse, counter, RunTime(scale_log2, right, left, section, fills_idle_sms)).launch(
             grid=(ctas, 1, 1), block=(config.threads, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True
         )
 

@@ -39,12 +39,23 @@ class DenseValues:
         return cute.make_tensor(base, layout)
 
     @cute.jit
-    def tile(self, tiled_v: TiledTensor, shared: cute.Tensor, block: Int32, keys: Int32, head: Int32, batch: Int32):
-        """``(source, stages)`` of the TMA copy of one block; keys from ``keys`` on become 0."""
+    def tile(
+        self,
+        tiled_v: TiledTensor,
+        shared: cute.Tensor,
+        block: Int32,
+        origin: Int32,
+        keys: Int32,
+        head: Int32,
+        batch: Int32,
+    ):
+        """``(source, stages)`` of the TMA copy of one block, counted from key ``origin``, as ``keys`` are; those from
+        ``keys`` on become 0. With ``origin`` other than 0 only where V is cut.
+        """
         box = (self.tile_n, self.head_dim_v)
         if const_expr(self.cut):
             valid = cutlass.min(keys - block * self.tile_n, self.tile_n)
-            rows = tiled_v.tensor[None, None, block * self.tile_n + valid, head, batch]
+            rows = tiled_v.tensor[None, None, origin + block * self.tile_n + valid, head, batch]
             source = cute.local_tile(cute.domain_offset((self.tile_n - valid, 0), rows), box, (0, 0))
         else:
             source = cute.local_tile(tiled_v.tensor[None, None, head, batch], box, (block, 0))

@@ -29,11 +29,14 @@ def tma_pipe(barriers, stages, consumer_warps, tile_bytes):
 
 
 @cute.jit
-def head_tiles(tiled: TiledTensor, shared: cute.Tensor, box: cutlass.Constexpr, head: Int32, batch: Int32):
-    """``(tiles, stages)`` of one head: a global tensor (length, head_dim, heads, batch) cut into boxes, and their
-    stages.
+def head_tiles(
+    tiled: TiledTensor, shared: cute.Tensor, box: cutlass.Constexpr, head: Int32, batch: Int32, origin=0
+):
+    """``(tiles, stages)`` of one head: a global tensor (length, head_dim, heads, batch) cut into boxes from row
+    ``origin`` on, and their stages.
     """
-    tiles = cute.local_tile(tiled.tensor[None, None, head, batch], box, (None, 0))
+    rows = cute.domain_offset((origin, 0), tiled.tensor[None, None, head, batch])
+    tiles = cute.local_tile(rows, box, (None, 0))
     stages, tiles = partition(tiled, shared, tiles)
     return tiles, stages
 
@@ -77,10 +80,13 @@ class Producer:
         while index < tiles:
             begin(Phase.TAKE_TILE)
             m_block, head, batch_index = self.schedule.coordinates(index, seqlen_q, heads, batch, run.section)
-            _, end, keys = self.band.blocks(m_block * config.tile_m, config.tile_m, seqlen_q, seqlen_k, run.right)
+            first_query = m_block * config.tile_m
+            origin = self.band.origin(first_query, seqlen_q, seqlen_k, run.left)
+            place = seqlen_q, seqlen_k, run.right, run.left, origin
+            *_, end, keys = self.band.blocks(first_query, config.tile_m, *place)
             head_k = head // (heads // heads_k)
             q_tiles, q_stages = head_tiles(tiled_q, s_q, (WGMMA_M, config.head_dim), head, batch_index)
-            k_tiles, k_stages = head_tiles(tiled_k, s_k, (config.tile_n, config.head_dim), head_k, batch_index)
+            k_tiles, k_stages = head_tiles(tiled_k, s_k, (config.tile_n, config.head_dim), head_k, batch_index, origin)
             if end > 0:
                 k_state = load(Phase.LOAD_K, tiled_k.atom, k_tiles[None, end - 1], k_stages, k_pipe, k_state)
             # Also for a tile that sees no key: the turn of Q's buffer stays the same for all
@@ -89,14 +95,14 @@ class Producer:
                 q_state = load(Phase.LOAD_Q, tiled_q.atom, q_tile, q_stages, q_pipe, q_state)
             for block in cutlass.range(end - 1, 0, -1, unroll=1):
                 k_state = load(Phase.LOAD_K, tiled_k.atom, k_tiles[None, block - 1], k_stages, k_pipe, k_state)
-                v_tile, v_stages = self.values.tile(tiled_v, s_v, block, keys, head_k, batch_index)
+                v_tile, v_stages = self.values.tile(tiled_v, s_v, block, origin, keys, head_k, batch_index)
                 v_state = load(Phase.LOAD_V, tiled_v.atom, v_tile, v_stages, v_pipe, v_state)
             # Two blocks before the consumers are done: late enough that whoever ends first gets the longest tile left,
             # early enough for the way to the counter and back
             begin(Phase.TAKE_TILE)
             index, queue_state = self.schedule.fetch(queue, queue_state, index)
             if end > 0:
-                v_tile, v_stages = self.values.tile(tiled_v, s_v, Int32(0), keys, head_k, batch_index)
+                v_tile, v_stages = self.values.tile(tiled_v, s_v, Int32(0), origin, keys, head_k, batch_index)
                 v_state = load(Phase.LOAD_V, tiled_v.atom, v_tile, v_stages, v_pipe, v_state)
         begin(Phase.TAKE_TILE)
         self.schedule.finish(queue)

@@ -2,20 +2,35 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, const_expr
+
+
+def inside(place, first, limit):
+    """Whether ``first <= place < limit``, with constant ``place`` a comparison each; None: no bound."""
+    if first is None:
+        return Int32(place) < limit
+    if limit is None:
+        return Int32(place) >= first
+    return (Int32(place) >= first) & (Int32(place) < limit)
 
 
 @cute.jit
-def mask_scores(scores: cute.Tensor, column_limits: cute.Tensor, fill: cutlass.Constexpr[float]):
+def mask_scores(
+    scores: cute.Tensor,
+    first_columns: cute.Tensor | None,
+    column_limits: cute.Tensor | None,
+    fill: cutlass.Constexpr[float],
+):
     """Replace the scores of keys that a row does not see.
 
     ``scores`` is one thread's (2 rows, columns) view of a WGMMA accumulator: column ``c`` is key ``8 * (c // 2) + c %
-    2`` of the block, counted from the thread's first key. ``column_limits`` (2) says, in the same count, where each
-    row's keys end.
+    2`` of the block, counted from the thread's first key. ``first_columns`` and ``column_limits`` (2) say, in the same
+    count, where each row's keys begin and end; None: not in this block.
     """
     for row in cutlass.range_constexpr(cute.size(scores, mode=[0])):
-        limit = column_limits[row]
+        first = first_columns[row] if const_expr(first_columns is not None) else None
+        limit = column_limits[row] if const_expr(column_limits is not None) else None
         for column in cutlass.range_constexpr(cute.size(scores, mode=[1])):
-            # A comparison with a constant: one ISETP and one FSEL an element.
-            visible = Int32(8 * (column // 2) + column % 2) < limit
+            # One FSEL an element, and an ISETP with a constant for each bound
+            visible = inside(8 * (column // 2) + column % 2, first, limit)
             scores[row, column] = cutlass.select_(visible, scores[row, column], Float32(fill))

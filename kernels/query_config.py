@@ -9,6 +9,7 @@ from .config import (
     SHORT_DTYPES,
     WGMMA_M,
     Checked,
+    mask_name,
 )
 
 
@@ -22,6 +23,7 @@ class QueryConfig(Checked):
     head_dim: int
     head_dim_v: int
     right_bound: bool
+    left_bound: bool = False
 
     consumer_warpgroups = 2
     tile_m = WGMMA_M * consumer_warpgroups
@@ -31,7 +33,7 @@ class QueryConfig(Checked):
     @property
     def name(self):
         """Readable kernel name for profilers."""
-        mask = "causal" if self.right_bound else "dense"
+        mask = mask_name(self)
         dims = f"d{self.head_dim}" if self.head_dim == self.head_dim_v else f"d{self.head_dim}v{self.head_dim_v}"
         return f"hopper_fa3_backward_{dims}_{mask}_{SHORT_DTYPES[self.dtype]}_{self.tile_m}x{self.tile_n}_queries"
 

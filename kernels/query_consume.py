@@ -13,7 +13,7 @@ from cutlass.cute.nvgpu import warpgroup as wgmma
 
 from .args import RunTime
 from .backward_products import issue, transposed
-from .blocks import Band
+from .blocks import LEFT, NO_SIDE, Band, RowKeys, Sides
 from .config import WARPGROUP_THREADS, WARPS_PER_WARPGROUP, WGMMA_M
 from .mask import mask_scores
 from .output import DirectOutput, Piece
@@ -50,7 +50,7 @@ class Rows(NamedTuple):
 
     lse: cute.Tensor  # in base 2
     delta: cute.Tensor
-    limits: cute.Tensor  # how many keys they see
+    keys: RowKeys
 
 
 @dataclass(frozen=True)
@@ -102,13 +102,16 @@ class QueryConsumer:
         index, tiles = self.schedule.first(), self.schedule.count(seqlen_q, heads, batch)
         while index < tiles:
             m_block, head, batch_index = self.schedule.coordinates(index, seqlen_q, heads, batch, run.section)
-            blocks = self.band.blocks(m_block * config.tile_m, config.tile_m, seqlen_q, seqlen_k, run.right)
-            first_row = m_block * config.tile_m + warpgroup * WGMMA_M + thread // QUAD // 8 * 16 + thread // QUAD % 8
-            own = self.own_rows(rows[batch_index, head, None, None], first_row, seqlen_q, seqlen_k, run.right)
+            first_query = m_block * config.tile_m
+            origin = self.band.origin(first_query, seqlen_q, seqlen_k, run.left)
+            place = seqlen_q, seqlen_k, run.right, run.left, origin
+            blocks = self.band.blocks(first_query, config.tile_m, *place)
+            first_row = first_query + warpgroup * WGMMA_M + thread // QUAD // 8 * 16 + thread // QUAD % 8
+            own = self.own_rows(rows[batch_index, head, None, None], first_row, seqlen_q, seqlen_k, run, origin)
             total = new_accumulator(products.dq_add, (WGMMA_M, config.head_dim))
             total.fill(0.0)
             q_pipe.consumer_wait(q_state)
-            if blocks[1] > 0:
+            if blocks.end > 0:
                 state = self.tile(products, k_pipe, v_pipe, state, total, own, blocks, run)
             q_pipe.consumer_release(q_state)
             for _ in cutlass.range_constexpr(config.consumer_warpgroups):
@@ -149,10 +152,11 @@ class QueryConsumer:
         )
 
     @cute.jit
-    def own_rows(self, rows: cute.Tensor, first_row: Int32, seqlen_q: Int32, seqlen_k: Int32, right: Int32) -> Rows:
-        """Row statistics, and limits counted from the thread's own first key of a block."""
+    def own_rows(
+        self, rows: cute.Tensor, first_row: Int32, seqlen_q: Int32, seqlen_k: Int32, run: RunTime, origin: Int32
+    ) -> Rows:
+        """Of a thread, in a tile with this ``origin``."""
         lse, delta = (cute.make_rmem_tensor(ROWS, Float32) for _ in range(2))
-        limits = cute.make_rmem_tensor(ROWS, Int32)
         size = self.statistics_rows
         for row in cutlass.range_constexpr(ROWS):
             query = first_row + 8 * row
@@ -162,21 +166,25 @@ class QueryConsumer:
                 line = query // size
                 lse[row] = rows[line, query - line * size]
                 delta[row] = rows[line, query - line * size + size]
-            limits[row] = self.band.key_limit(query, seqlen_q, seqlen_k, right)
-        return Rows(lse, delta, limits)
+        return Rows(lse, delta, self.band.row_keys(first_row, seqlen_q, seqlen_k, run, origin))
 
     @cute.jit
     def tile(self, products, k_pipe, v_pipe, state: State, total: cute.Tensor, own: Rows, blocks: tuple, run) -> State:
         """dQ of one tile into ``total``."""
-        full, end, _ = blocks
+        _, inner, full, end, _ = blocks
         ds = new_left_operand(new_accumulator(products.scores_first, (WGMMA_M, self.config.tile_n)), self.dtype)
         memory = (k_pipe, v_pipe)
-        v_state = self.step(products, memory, state.k, state.v, total, ds, own, end - 1, run, first=True, masked=True)
+        v_state = self.step(products, memory, state.k, state.v, total, ds, own, end - 1, run, True, self.band.sides)
         state = State(state.k, v_state)
         for block in cutlass.range(end - 2, full - 1, -1, unroll=1):
-            state = self.next_step(products, memory, state, total, ds, own, block, run, masked=True)
-        for block in cutlass.range(cutlass.min(full, end - 1) - 1, -1, -1, unroll=1):
-            state = self.next_step(products, memory, state, total, ds, own, block, run, masked=False)
+            state = self.next_step(products, memory, state, total, ds, own, block, run, self.band.sides)
+        full = cutlass.min(full, end - 1)
+        inner = cutlass.min(inner, full)
+        for block in cutlass.range(full - 1, inner - 1, -1, unroll=1):
+            state = self.next_step(products, memory, state, total, ds, own, block, run, NO_SIDE)
+        if const_expr(self.band.left_bound):
+            for block in cutlass.range(inner - 1, -1, -1, unroll=1):
+                state = self.next_step(products, memory, state, total, ds, own, block, run, LEFT)
         self.issue_dq(products, total, ds, state.k.index)
         wgmma.wait_group(0)
         k_pipe.consumer_release(state.k)
@@ -184,12 +192,12 @@ class QueryConsumer:
         return state
 
     @cute.jit
-    def next_step(self, products, memory, state: State, total, ds, own: Rows, block, run, masked) -> State:
+    def next_step(self, products, memory, state: State, total, ds, own: Rows, block, run, sides) -> State:
         """dQ of the block before and dS of ``block``."""
         following = state.k.clone()
         following.advance()
         self.issue_dq(products, total, ds, state.k.index)
-        v_state = self.step(products, memory, following, state.v, total, ds, own, block, run, False, masked, state.k)
+        v_state = self.step(products, memory, following, state.v, total, ds, own, block, run, False, sides, state.k)
         return State(following, v_state)
 
     @cute.jit
@@ -205,7 +213,7 @@ class QueryConsumer:
         block: Int32,
         run: RunTime,
         first: cutlass.Constexpr[bool],
-        masked: cutlass.Constexpr[bool],
+        sides: cutlass.Constexpr[Sides],
         before=None,
     ):
         """dS of a block in 16 bit; returns V's state behind it. ``before``: K's stage of the block before, whose dQ is
@@ -226,7 +234,7 @@ class QueryConsumer:
         if const_expr(not first):
             k_pipe.consumer_release(before)
         # Under dP. The conversion and the branch of a wait, which is over at once, hold this before the wait for dP.
-        self.exponentiate(rows_and_columns(scores), own, block, run.scale_log2, masked)
+        self.exponentiate(rows_and_columns(scores), own, block, run, sides)
         p = convert(scores, self.dtype)
         v_pipe.consumer_wait(v_state)
         wgmma.wait_group(0)
@@ -246,18 +254,16 @@ class QueryConsumer:
         scores: cute.Tensor,
         own: Rows,
         block: Int32,
-        scale_log2: Float32,
-        masked: cutlass.Constexpr[bool],
+        run: RunTime,
+        sides: cutlass.Constexpr[Sides],
     ):
         """P = exp2(S scale - LSE), in place."""
         for row in cutlass.range_constexpr(ROWS):
             for column in cutlass.range_constexpr(cute.size(scores, mode=[1])):
-                scores[row, column] = scores[row, column] * scale_log2 - own.lse[row]
-        if const_expr(masked):
-            limits = cute.make_rmem_tensor(ROWS, Int32)
-            for row in cutlass.range_constexpr(ROWS):
-                limits[row] = own.limits[row] - block * self.config.tile_n - 2 * (cute.arch.lane_idx() % QUAD)
-            mask_scores(scores, limits, -math.inf)
+                scores[row, column] = scores[row, column] * run.scale_log2 - own.lse[row]
+        if const_expr(sides != NO_SIDE):
+            first_column = block * self.config.tile_n + 2 * (cute.arch.lane_idx() % QUAD)
+            mask_scores(scores, *self.band.columns(own.keys, first_column, sides, run), -math.inf)
         for row in cutlass.range_constexpr(ROWS):
             for column in cutlass.range_constexpr(cute.size(scores, mode=[1])):
                 scores[row, column] = cute.math.exp2(scores[row, column], fastmath=True)
@@ -276,5 +282,5 @@ class QueryConsumer:
             for column in cutlass.range(cute.size(values, mode=[1]), unroll_full=True):
                 value = values[row, column] * scale
                 if const_expr(self.band.right_bound):
-                    value = cutlass.select_(own.limits[row] <= 0, Float32(0.0), value)
+                    value = cutlass.select_(self.band.sees_none(own.keys, row), Float32(0.0), value)
                 values[row, column] = value

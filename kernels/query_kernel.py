@@ -34,7 +34,7 @@ class QueryKernel:
         self.config = config
         self.dtype = dtype
         self.statistics_rows = statistics_rows  # queries of one line of row statistics
-        self.band = Band(config.tile_n, config.right_bound)
+        self.band = Band(config.tile_n, config.right_bound, config.left_bound)
         self.schedule = Schedule(config.tile_m, dynamic=config.dynamic, descending=config.dynamic)
 
     @cute.jit

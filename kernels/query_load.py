@@ -39,12 +39,16 @@ class QueryProducer:
         while index < tiles:
             begin(Phase.TAKE_TILE)
             m_block, head, batch_index = self.schedule.coordinates(index, seqlen_q, heads, batch, run.section)
-            _, end, _ = self.band.blocks(m_block * config.tile_m, config.tile_m, seqlen_q, seqlen_k, run.right)
+            first_query = m_block * config.tile_m
+            origin = self.band.origin(first_query, seqlen_q, seqlen_k, run.left)
+            place = seqlen_q, seqlen_k, run.right, run.left, origin
+            end = self.band.blocks(first_query, config.tile_m, *place).end
             head_k = head // (heads // heads_k)
             q_tiles, q_stages = head_tiles(tiled_q, s_q, (WGMMA_M, config.head_dim), head, batch_index)
             do_tiles, do_stages = head_tiles(tiled_do, s_do, (WGMMA_M, config.head_dim_v), head, batch_index)
-            k_tiles, k_stages = head_tiles(tiled_k, s_k, (config.tile_n, config.head_dim), head_k, batch_index)
-            v_tiles, v_stages = head_tiles(tiled_v, s_v, (config.tile_n, config.head_dim_v), head_k, batch_index)
+            place = head_k, batch_index, origin
+            k_tiles, k_stages = head_tiles(tiled_k, s_k, (config.tile_n, config.head_dim), *place)
+            v_tiles, v_stages = head_tiles(tiled_v, s_v, (config.tile_n, config.head_dim_v), *place)
             # Also for a tile that sees no key: the turn of Q's buffer stays the same for all
             for piece in cutlass.range_constexpr(config.consumer_warpgroups):
                 index_of_piece = m_block * config.consumer_warpgroups + piece
