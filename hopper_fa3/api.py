@@ -1,4 +1,23 @@
-"""The public functions. No logic here: problem.py validates, reference.py and launch.py compute."""
+"""The public functions. No logic here: problem.py validates, reference.py and launch.py compute.
+
+How a pair scores, and whether it is seen, in all functions with these arguments. With ``p = i + seqlen_k - seqlen_q``
+the key on query i's diagonal (masks align to the bottom right), in this order::
+
+    score = softmax_scale * q.k
+    softcap         float, 0 for none          score = softcap * tanh(score / softcap)
+    alibi_slopes    float32, ``(heads,)``      score -= slope * |p - j|
+                    or ``(batch, heads)``
+    causal          bool                       seen only if j <= p
+    window_size     (left, right), -1 or None  seen only if p - left <= j <= p + right; causal sets right to 0
+                    for an open side
+    attention_chunk int, 0 for none            seen only if j // attention_chunk == p // attention_chunk
+    sink            ``(heads,)``, float32 or   one more logit of each query, which has no value: it is in the softmax
+                    q's dtype                  and the LSE, log(sum exp(score) + exp(sink)); -inf is none
+
+Any of them combine. All have a gradient that counts them in; the sink gets one of its own, the slopes none. The time is
+that of the blocks that some query sees. On CUDA, softcap, slopes, sink, and a left side or a chunk that hides a key are
+not built yet.
+"""
 
 import torch
 from torch.autograd import forward_ad
@@ -65,8 +84,8 @@ def flash_attn_func(
         up to 256 on CUDA, any on the CPU. Query head h reads K/V head ``h // (heads // heads_k)``. Strides are free.
     softmax_scale: factor of the scores, ``head_dim ** -0.5`` by default; may be 0 or negative.
     causal: the last query sees all keys, each earlier one sees one key less.
-    window_size: (left, right): query i sees key j iff ``-left <= j - (i + seqlen_k - seqlen_q) <= right``; -1 or None
-        leaves a side open. ``causal`` sets right to 0.
+    window_size, attention_chunk, softcap, sink, alibi_slopes: which keys a query sees and what the scores are: see the
+        top of hopper_fa3/api.py. Beyond an open left side, on the CPU only.
     sm_margin: number of SMs that the kernels leave free; the short ones before and behind the gradients' main kernel do
         not. deterministic: gradients are bit-equal from run to run (the forward always is).
     return_attn_probs: return ``(out, lse)``; no probabilities, as in FlashAttention-3.
@@ -76,7 +95,8 @@ def flash_attn_func(
     The other arguments are not built yet and must keep their defaults.
 
     Returns out ``(batch, seqlen_q, heads, head_dim_v)`` in q's dtype, and where asked for the natural-log LSE
-    ``(batch, heads, seqlen_q)`` in float32 (float64 for float64). A query that sees no key yields 0 and LSE -inf.
+    ``(batch, heads, seqlen_q)`` in float32 (float64 for float64). A query that sees no key yields 0 and LSE -inf, or
+    the sink.
 
     Raises TypeError for dtypes, ValueError for shapes and values, NotImplementedError for what is not built yet,
     RuntimeError for devices other than the CPU and sm_90.
@@ -94,7 +114,7 @@ def flash_attn_func(
             alibi_slopes=alibi_slopes, score=score, mask=mask, block_mask=block_mask, out=out, plan=plan,
         )  # fmt: skip
         if problem.device.type == "cpu":
-            out, lse = reference.blockwise(problem, q, k, v, out=out)
+            out, lse = reference.blockwise(problem, q, k, v, sink=sink, alibi_slopes=alibi_slopes, out=out)
             return (out, lse) if return_attn_probs else out
         recipe = launch.prepare(problem, q, k, v, out=out, plan=plan, sm_margin=sm_margin, deterministic=deterministic)
         _remember(signature, recipe)

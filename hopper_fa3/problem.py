@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import numbers
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -10,8 +9,18 @@ import torch
 from torch.autograd import forward_ad
 
 from . import plan as planning
+from .checks import (
+    check_alibi_slopes,
+    check_flag,
+    check_sink,
+    checked_scale,
+    checked_softcap,
+    is_integer,
+    name_of,
+    require_tensor,
+    shown,
+)
 
-SCALE_LIMIT = 2.0**127  # the kernel works in base 2: scale * log2(e) must be finite in float32
 TILE_ROWS = 64  # queries of the smallest tile that a kernel may use
 # A tile index has 32 bits, and a CTA stops at one that may be a whole grid (an SM a CTA) past the last tile.
 TOO_MANY_TILES = 2**31 - 2**12
@@ -24,6 +33,7 @@ LAYOUTS = (
     ("batch", "seqlen_k", "heads_k", "head_dim_v"),
 )
 ON_CPU, ON_CUDA = (("device", "cpu"),), (("device", "cuda"),)
+PACKED = (("packed", True),)
 
 
 class Illegal(NamedTuple):
@@ -67,16 +77,34 @@ ILLEGAL = (
     ),
     Illegal("sm_margin", ANY_COUNT, (), ValueError, "sm_margin must be an integer of at least 0"),
     Illegal("remaining_sms", ANY_COUNT[1:], ON_CUDA, ValueError, "the device's SMs minus sm_margin must be at least 1"),
+    Illegal(
+        "left", (None,), (*PACKED, *ON_CUDA), NOT_BUILT,
+        "the left side of window_size must be open or at least total_k - 1 for packed sequences on CUDA (not built "
+        "yet)",
+    ),
     Illegal("num_splits", (0, 1), (), NOT_BUILT, "num_splits must be 0 or 1 (splitting is not built yet)"),
     Illegal("pack_gqa", (None, False), (), NOT_BUILT, "pack_gqa must be None or False (packing is not built yet)"),
-    Illegal("attention_chunk", (0,), (), NOT_BUILT, "attention_chunk must be 0 (not built yet)"),
-    Illegal("softcap", (0.0,), (), NOT_BUILT, "softcap must be 0.0 (not built yet)"),
+    Illegal(
+        "attention_chunk", (0,), ON_CUDA, NOT_BUILT,
+        "attention_chunk must be 0 on CUDA where it hides a key (not built yet)",
+    ),
+    Illegal("softcap", (0.0,), ON_CUDA, NOT_BUILT, "softcap must be 0.0 on CUDA (not built yet)"),
+    *(
+        Illegal(name, (None,), ON_CUDA, NOT_BUILT, f"{name} must be None on CUDA (not built yet)")
+        for name in ("sink", "alibi_slopes")
+    ),
+    *(
+        Illegal(name, legal, PACKED, NOT_BUILT, f"{name} must be {legal[0]} for packed sequences (not built yet)")
+        for name, legal in (
+            ("attention_chunk", (0,)), ("softcap", (0.0,)), ("sink", (None,)), ("alibi_slopes", (None,)),
+        )
+    ),
     *(
         Illegal(name, (None,), (), NOT_BUILT, f"{name} must be None (not built yet)")
-        for name in (
-            "qv", "q_descale", "k_descale", "v_descale", "sink", "alibi_slopes", "score", "mask", "block_mask",
-            "page_table",
-        )
+        for name in ("qv", "q_descale", "k_descale", "v_descale", "score", "mask", "block_mask", "page_table")
+    ),
+    Illegal(
+        "slopes_gradient", (False,), (), NOT_BUILT, "alibi_slopes must not require grad (their gradient is not built)"
     ),
     Illegal(
         "tangent", (False,), ON_CUDA, NOT_BUILT,
@@ -84,7 +112,7 @@ ILLEGAL = (
     ),
     Illegal(
         "out", (None,), (("requires_grad", True),), ValueError,
-        "out must be None where q, k or v requires grad (results are written in place)",
+        "out must be None where q, k, v or sink requires grad (results are written in place)",
     ),
 )  # fmt: skip
 
@@ -128,6 +156,10 @@ class Problem:
     softmax_scale: float
     left: int | None  # query i sees keys from i + seqlen_k - seqlen_q - left on; None: from the first
     right: int | None  # ... up to i + seqlen_k - seqlen_q + right; None: up to the last; causal: 0
+    attention_chunk: int = 0  # ... and of the chunk of this many keys that i + seqlen_k - seqlen_q lies in; 0: of all
+    softcap: float = 0.0  # scores lie within plus and minus this; 0: anywhere
+    has_sink: bool = False  # tensors are passed beside q, k and v
+    has_alibi: bool = False
 
     @classmethod
     def from_tensors(
@@ -148,19 +180,26 @@ class Problem:
         batch, seqlen_q, heads, head_dim = q.shape
         _, seqlen_k, heads_k, head_dim_v = v.shape
         left, right = bounds(window_size, causal, seqlen_q, seqlen_k)
-        facts = tensor_facts(q, k, v, sm_margin) | {
-            "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "tiles": batch * heads * -(-seqlen_q // TILE_ROWS),
-            "num_splits": num_splits, "pack_gqa": pack_gqa, "attention_chunk": attention_chunk,
+        chunk, left, right = chunked(attention_chunk, left, right, seqlen_q, seqlen_k)
+        softcap = checked_softcap(softcap)
+        check_sink(sink, q)
+        check_alibi_slopes(alibi_slopes, q)
+        facts = tensor_facts(q, k, v, sm_margin, sink) | {
+            "packed": False, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k,
+            "tiles": batch * heads * -(-seqlen_q // TILE_ROWS),
+            "left": left, "num_splits": num_splits, "pack_gqa": pack_gqa, "attention_chunk": chunk,
             "softcap": softcap, "qv": qv, "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale,
             "sink": sink, "alibi_slopes": alibi_slopes, "score": score, "mask": mask, "block_mask": block_mask,
+            "slopes_gradient": torch.is_grad_enabled() and alibi_slopes is not None and alibi_slopes.requires_grad,
             "out": out,
         }  # fmt: skip
         refuse_illegal(facts)
-        check_memory(q=q, k=k, v=v, out=out)
+        check_memory(q, k=k, v=v, out=out)
         scale = head_dim**-0.5 if softmax_scale is None else checked_scale(softmax_scale)
         problem = cls(
-            q.device, q.dtype, batch, seqlen_q, seqlen_k, heads, heads_k, head_dim, head_dim_v, scale, left, right
-        )
+            q.device, q.dtype, batch, seqlen_q, seqlen_k, heads, heads_k, head_dim, head_dim_v, scale, left, right,
+            chunk, softcap, sink is not None, alibi_slopes is not None,
+        )  # fmt: skip
         check_out(out, problem)
         check_plan(plan, problem)
         return problem
@@ -201,9 +240,9 @@ def static_of(problem):
         dtype=name_of(problem.dtype),
         head_dim=planning.tile_class(problem.head_dim),
         head_dim_v=planning.tile_class(problem.head_dim_v),
-        # A left bound comes with a right one, which may hide nothing: a third of the kernels less, and a window that
-        # is open on the right is rare
-        right_bound=problem.left is not None or problem.right is not None,
+        # A left bound comes with a right one, which may hide nothing: a third of the kernels less, and a window that is
+        # open on the right is rare
+        right_bound=problem.bounded,
         left_bound=problem.left is not None,
         negative_scale=problem.softmax_scale < 0,
     )
@@ -218,15 +257,16 @@ def backward_static_of(problem, lse_gradient, deterministic):
     )  # fmt: skip
 
 
-def tensor_facts(q, k, v, sm_margin):
+def tensor_facts(q, k, v, sm_margin, sink=None):
     """Facts for ILLEGAL that every call has, of its tensors and their device."""
+    inputs = (q, k, v) if sink is None else (q, k, v, sink)  # of the gradients
     on_cuda = q.device.type == "cuda"
     sms = multiprocessors(q.device) if on_cuda else None
     return {
         "device": q.device.type, "architecture": architecture(q.device) if on_cuda else None,
         "dtype": name_of(q.dtype), "head_dim": q.shape[-1], "head_dim_v": v.shape[-1], "sm_margin": sm_margin,
         "remaining_sms": sms - sm_margin if on_cuda and is_integer(sm_margin) else None,
-        "requires_grad": torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (q, k, v)),
+        "requires_grad": torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs),
         "tangent": forward_ad._current_level >= 0 and any(map(_has_tangent, (q, k, v))),
     }  # fmt: skip
 
@@ -260,6 +300,17 @@ def bounds(window_size, causal, seqlen_q, seqlen_k):
     return left, right
 
 
+def chunked(attention_chunk, left, right, seqlen_q, seqlen_k):
+    """``(attention_chunk, left, right)`` without what hides no key: 0 for no chunks, None for an open side."""
+    if not (is_integer(attention_chunk) and attention_chunk in ANY_COUNT):
+        raise ValueError(f"attention_chunk must be an integer of at least 0, got {shown(attention_chunk)}")
+    # A query that stands before the first key shares no chunk with any key.
+    if attention_chunk == 0 or seqlen_q <= seqlen_k <= attention_chunk:
+        return 0, left, right
+    left, right = (None if side is not None and side >= attention_chunk - 1 else side for side in (left, right))
+    return attention_chunk, left, right
+
+
 @functools.cache
 def architecture(device):
     """``"sm_90"`` and the like. Asked once per device: the query costs microseconds."""
@@ -271,11 +322,6 @@ def architecture(device):
 def multiprocessors(device):
     """Number of SMs of a CUDA device."""
     return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def name_of(dtype):
-    """``"bfloat16"`` for torch.bfloat16."""
-    return str(dtype).removeprefix("torch.")
 
 
 def split_packed(qkv, num_heads_q=None):
@@ -342,12 +388,6 @@ def check_shapes(q, k, v, layouts):
         raise ValueError(f"heads must be a multiple of heads_k, which is at least 1, got {heads} and {heads_k}")
 
 
-def check_flag(name, value):
-    """Raise where a value is no flag."""
-    if not isinstance(value, int):  # a tensor could change its value under the memo of api.py
-        raise TypeError(f"{name} must be True or False, got {shown(value)}")
-
-
 def check_out(out, problem):
     """Raise where results cannot be written to ``out``, unless it is None."""
     if out is None:
@@ -399,37 +439,8 @@ def check_plan(plan, problem):
         planning.forward_config(problem.static, plan).check()
 
 
-def checked_scale(softmax_scale):
-    """softmax_scale as a float; raises where it is none that the kernels can take."""
-    if not isinstance(softmax_scale, numbers.Real):
-        raise TypeError(f"softmax_scale must be a number or None, got {shown(softmax_scale)}")
-    if not abs(softmax_scale) < SCALE_LIMIT:  # also true for NaN
-        raise ValueError(f"softmax_scale must be finite and below 2**127 in magnitude, got {softmax_scale}")
-    return float(softmax_scale)
-
-
-def require_tensor(name, value):
-    """Raise where a value is no tensor with strides."""
-    if not isinstance(value, torch.Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, got {shown(value)}")
-    if value.layout != torch.strided or value.is_nested:
-        raise TypeError(f"{name} must be a dense tensor, got {'a nested one' if value.is_nested else value.layout}")
-
-
-def is_integer(value):
-    """True for an int that is no bool."""
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 def _among(value, legal):
     """True where value is one of the plain values in legal. Never compares a tensor, nor walks through a range."""
     if isinstance(legal, range):
         return is_integer(value) and value in legal
     return any(value is one for one in legal) or (isinstance(value, (int, float, str)) and value in legal)
-
-
-def shown(value):
-    """How an error names what was given: plain values as they are, all else by its type."""
-    if isinstance(value, str):
-        return value
-    return repr(value) if value is None or isinstance(value, (int, float)) else type(value).__name__

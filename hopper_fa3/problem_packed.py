@@ -5,22 +5,17 @@ from dataclasses import dataclass, fields
 
 import torch
 
+from .checks import check_flag, checked_scale, is_integer, name_of, require_tensor, shown
 from .problem import (
     TILE_ROWS,
     Problem,
     backward_static_of,
     bounds,
-    check_flag,
     check_memory,
     check_out,
     check_plan,
     check_shapes,
-    checked_scale,
-    is_integer,
-    name_of,
     refuse_illegal,
-    require_tensor,
-    shown,
     static_of,
     tensor_facts,
 )
@@ -73,7 +68,8 @@ class PackedProblem:
         total_k, heads_k, head_dim_v = v.shape
         left, right = bounds(window_size, causal, total_q, total_k)  # no sequence is longer than all rows
         facts = tensor_facts(q, k, v, sm_margin) | {
-            "total_q": total_q, "total_k": total_k, "packed_tiles": heads * (batch + -(-total_q // TILE_ROWS)),
+            "packed": True, "total_q": total_q, "total_k": total_k,
+            "packed_tiles": heads * (batch + -(-total_q // TILE_ROWS)),
             "left": left, "num_splits": num_splits, "pack_gqa": pack_gqa, "attention_chunk": attention_chunk,
             "softcap": softcap, "qv": qv, "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale,
             "sink": sink, "alibi_slopes": alibi_slopes, "score": score, "mask": mask, "block_mask": block_mask,
@@ -100,6 +96,16 @@ class PackedProblem:
     def group(self):
         """Query heads per K/V head."""
         return self.heads // self.heads_k
+
+    @property
+    def bounded(self):
+        """True where some query may see less than all keys of its sequence."""
+        return self.left is not None or self.right is not None
+
+    @property
+    def kernel_bounds(self):
+        """``(right, left)`` as the kernels take them at run time; without a right bound one that hides nothing."""
+        return self.total_q - 1 if self.right is None else self.right, self.left
 
     @property
     def out_shape(self):

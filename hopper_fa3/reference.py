@@ -3,8 +3,8 @@
 Both blockwise orders are exact, use memory of O(length) beyond inputs and results, and can count the elements that they
 move. The FA-2 order is the path of CPU tensors, with its gradients in reference_backward.py. Device-independent; the
 same rules for NaN, inf and blind rows hold everywhere: a query that sees no key yields 0 and LSE -inf; one that
-sees only scores of -inf yields NaN and -inf; a score of NaN or +inf makes out and LSE of its query NaN; a key of weight
-0 takes nothing from V, not even a NaN.
+sees only scores of -inf yields NaN and -inf; with a sink above -inf both yield 0 and the sink; a score of NaN or +inf
+makes out and LSE of its query NaN; a key of weight 0 takes nothing from V, not even a NaN.
 """
 
 import itertools
@@ -14,7 +14,8 @@ from typing import NamedTuple
 import torch
 
 from .band import Band, blocks
-from .reference_backward import blockwise_backward
+from .reference_backward import blockwise_backward, sink_gradient
+from .scores import ScoreRule
 from .tiles import (
     BLOCK_K,
     BLOCK_Q,
@@ -24,95 +25,114 @@ from .tiles import (
     by_head,
     hide,
     product,
-    scaled_scores,
     stacked,
+    stacked_rows,
     unstacked,
     weighted_sum,
 )
 
 
-def standard(q, k, v, *, softmax_scale=None, left=None, right=None, compute_dtype=None):
+def standard(
+    q, k, v, *, softmax_scale=None, left=None, right=None, attention_chunk=0, softcap=0.0, sink=None, alibi_slopes=None,
+    compute_dtype=None,
+):  # fmt: skip
     """Standard attention with its whole score matrix, ``softmax(scale * Q K^T) V`` (Vaswani et al. 2017, equation 1).
 
     q ``(batch, seqlen_q, heads, head_dim)``, k and v ``(batch, seqlen_k, heads_k, head_dim or head_dim_v)``; returns
     out ``(batch, seqlen_q, heads, head_dim_v)`` and the natural-log LSE ``(batch, heads, seqlen_q)`` in float32
-    (float64 where the arithmetic is). ``left`` and ``right`` are the bounds of Band, None for an open side. With
-    ``compute_dtype`` None the arithmetic is what PyTorch users write in q's dtype: both products in it, the softmax
-    between them in float32. float32 or float64 makes it the oracle: inputs are converted first and out stays in that
-    dtype. Differentiable. One head at a time, so the extra memory is that of seqlen_q x seqlen_k scores.
+    (float64 where the arithmetic is). ``left``, ``right`` and ``attention_chunk`` are the bounds of Band, None for an
+    open side; the others are those of flash_attn_func. With ``compute_dtype`` None the arithmetic is what PyTorch users
+    write in q's dtype: both products in it, the softmax between them in float32. float32 or float64 makes it the
+    oracle: inputs are converted first and out stays in that dtype. Differentiable. One head at a time, so the extra
+    memory is that of seqlen_q x seqlen_k scores.
     """
     batch, seqlen_q, heads, head_dim = q.shape
     seqlen_k, group = k.shape[1], heads // k.shape[2]
     scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
     dtype = compute_dtype or q.dtype
-    band = Band(seqlen_q, seqlen_k, left, right)
-    hidden = band.hidden(range(seqlen_q), range(seqlen_k), q.device)
-    out, lse = _results(q, k, v, dtype)
+    band, rows, keys = Band(seqlen_q, seqlen_k, left, right, attention_chunk), range(seqlen_q), range(seqlen_k)
+    hidden, distance = band.hidden(rows, keys, q.device), band.distance(rows, keys, q.device).abs()
+    blind = _first(seqlen_q, band.blind, q.device)
+    out, lse = _results(q, k, v, dtype, sink=sink)
     finite = all_finite(v)
     for entry, head in itertools.product(range(batch), range(heads)):
-        queries, keys, values = (
+        queries, head_keys, values = (
             tensor[entry, :, index].to(dtype).contiguous()
             for tensor, index in ((q, head), (k, head // group), (v, head // group))
         )
-        scores = (product(queries, keys.mT) * scale).to(lse.dtype)
+        scores = (product(queries, head_keys.mT) * scale).to(lse.dtype)
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
+        if alibi_slopes is not None:
+            scores = scores - alibi_slopes.expand(batch, heads)[entry, head].to(lse.dtype) * distance
         if hidden is not None:
             scores = scores.masked_fill(hidden, -math.inf)
-        weights = torch.softmax(scores, -1)
-        if band.blind:  # softmax of a row without keys is NaN
-            weights = weights.masked_fill(_first(seqlen_q, band.blind, q.device)[:, None], 0)
-        out[entry, :, head] = weighted_sum(weights.to(dtype), values, finite)
+        # A sink of -inf is none: in a row without keys, its derivative would come out as NaN.
+        if sink is not None and sink[head] != -math.inf:
+            scores = torch.cat((scores, sink[head].to(lse.dtype).expand(seqlen_q, 1)), 1)
         total = torch.logsumexp(scores, -1)
+        weights = torch.softmax(scores, -1)[:, :seqlen_k]
+        weights = weights.masked_fill((blind & (total == -math.inf))[:, None], 0)  # softmax of no key is NaN
+        out[entry, :, head] = weighted_sum(weights.to(dtype), values, finite)
         lse[entry, head] = total.masked_fill(total == math.inf, math.nan)
     return out, lse
 
 
-def blockwise(problem, q, k, v, *, out=None, block_q=BLOCK_Q, block_k=BLOCK_K, traffic=None):
+def blockwise(
+    problem, q, k, v, *, sink=None, alibi_slopes=None, out=None, block_q=BLOCK_Q, block_k=BLOCK_K, traffic=None
+):
     """Exact attention in FA-2's order: tiles of queries outside, blocks of keys inside (Dao 2023, algorithm 1).
 
     Takes a Problem and its tensors; returns out (written to ``out`` where given, which Problem allows only without
     gradients) in q's dtype and the LSE, shapes as in standard(). Arithmetic in float32 (float64 for float64). Blocks
-    that no query of a tile sees are never read. Once differentiable, by blockwise_backward(). ``traffic`` counts the
-    elements moved (see traffic_q_outer), those of the backward pass too.
+    that no query of a tile sees are never read. Once differentiable, by blockwise_backward() and sink_gradient().
+    ``traffic`` counts the elements moved (see traffic_q_outer), those of the backward pass too; sink and slopes, one
+    number a head, are not counted.
     """
     traffic = Traffic() if traffic is None else traffic
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return BlockwiseAttention.apply(q, k, v, problem, block_q, block_k, traffic)
-    return _forward(problem, q, k, v, out, block_q, block_k, traffic)
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sink)):
+        return BlockwiseAttention.apply(q, k, v, sink, alibi_slopes, problem, block_q, block_k, traffic)
+    return _forward(problem, q, k, v, sink, alibi_slopes, out, block_q, block_k, traffic)
 
 
 class BlockwiseAttention(torch.autograd.Function):
-    """blockwise() as one node of the graph, which keeps q, k, v, out and the LSE: nothing of seqlen_q x seqlen_k."""
+    """blockwise() as one node of the graph, which keeps inputs, out and the LSE: nothing of seqlen_q x seqlen_k."""
 
     @staticmethod
-    def forward(q, k, v, problem, block_q, block_k, traffic):
-        return _forward(problem, q, k, v, None, block_q, block_k, traffic)
+    def forward(q, k, v, sink, alibi_slopes, problem, block_q, block_k, traffic):
+        return _forward(problem, q, k, v, sink, alibi_slopes, None, block_q, block_k, traffic)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        q, k, v, *ctx.options = inputs
-        ctx.save_for_backward(q, k, v, *output)
+        *tensors, problem, block_q, block_k, traffic = inputs
+        ctx.options = problem, block_q, block_k, traffic
+        ctx.save_for_backward(*tensors, *output)
         ctx.set_materialize_grads(False)  # a result that no loss used arrives as None and costs nothing
 
     @staticmethod
     def backward(ctx, dout, dlse):
         if dout is None and dlse is None:
-            return (None,) * 7
-        wanted = ctx.needs_input_grad[:3]
-        return *BlockwiseGradients.apply(*ctx.saved_tensors, dout, dlse, wanted, *ctx.options), None, None, None, None
+            return (None,) * 9
+        wanted = ctx.needs_input_grad[:4]
+        gradients = BlockwiseGradients.apply(*ctx.saved_tensors, dout, dlse, wanted, *ctx.options)
+        return *gradients, None, None, None, None, None
 
 
 class BlockwiseGradients(torch.autograd.Function):
-    """blockwise_backward() as a node, so that under create_graph a second derivative is refused.
+    """The gradients as a node, so that under create_graph a second derivative is refused.
 
     torch's once_differentiable refuses it only where dout or dlse requires grad. After ``out.sum()`` neither does, and
     what the gradients owe to q, k and v would silently be missing.
     """
 
     @staticmethod
-    def forward(q, k, v, out, lse, dout, dlse, wanted, problem, block_q, block_k, traffic):
-        return blockwise_backward(
-            problem, q, k, v, out, lse, dout, dlse, wanted=wanted, block_q=block_q, block_k=block_k, traffic=traffic
-        )
+    def forward(q, k, v, sink, alibi_slopes, out, lse, dout, dlse, wanted, problem, block_q, block_k, traffic):
+        gradients = blockwise_backward(
+            problem, q, k, v, out, lse, dout, dlse, alibi_slopes=alibi_slopes, wanted=wanted[:3], block_q=block_q,
+            block_k=block_k, traffic=traffic,
+        )  # fmt: skip
+        dsink = sink_gradient(sink, out, lse, dout, dlse, block_q=block_q, traffic=traffic) if wanted[3] else None
+        return *gradients, dsink
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -127,14 +147,14 @@ class BlockwiseGradients(torch.autograd.Function):
 def blockwise_kv_outer(problem, q, k, v, *, block_q=BLOCK_Q, block_k=BLOCK_K, traffic=None):
     """Exact attention in FA-1's order: blocks of keys outside, tiles of queries inside (Dao et al. 2022, algorithm 1).
 
-    Arguments and results as blockwise(), without gradients. O and the running maximum and sum of every query live in
-    slow memory: each block of keys reads and writes them again, which is what FA-2's order saves. O stays unscaled
-    until the last pass.
+    Arguments and results as blockwise(), without gradients, sink and slopes. O and the running maximum and sum of every
+    query live in slow memory: each block of keys reads and writes them again, which is what FA-2's order saves. O stays
+    unscaled until the last pass.
     """
     traffic = Traffic() if traffic is None else traffic
     out, lse = _results(q, k, v, q.dtype)
     finite = all_finite(v)
-    band = Band.of(problem)
+    band, rule = Band.of(problem), ScoreRule.of(problem, None, lse.dtype)
     shape = (problem.batch, problem.heads_k, problem.group, problem.seqlen_q)
     memory = _fresh(shape, problem.head_dim_v, q)
     traffic.store(*memory)
@@ -144,7 +164,7 @@ def blockwise_kv_outer(problem, q, k, v, *, block_q=BLOCK_Q, block_k=BLOCK_K, tr
         for rows in blocks(band.queries(keys), block_q):
             (queries,) = traffic.load(q[:, rows.start : rows.stop])
             held = traffic.load(*(tensor[:, :, :, rows.start : rows.stop] for tensor in memory))
-            scores = scaled_scores(stacked(queries, problem, lse.dtype), k_block, problem)
+            scores = rule.scores(stacked(queries, problem, lse.dtype), k_block, rows, keys)
             hide(scores, band.hidden(rows, keys, q.device), problem, -math.inf)
             states = _absorb(Rows(*(tensor.flatten(2, 3) for tensor in held)), scores, v_block, finite)
             for place, state in zip(held, states, strict=True):
@@ -254,6 +274,16 @@ def _absorb(state, scores, v_block, finite):
     return Rows(top, state.total * keep + weights.sum(-1), mixed)
 
 
+def _absorb_sink(state, sink, problem, rows):
+    """The state after one more key for each head, of this score, whose value is 0."""
+    logits = sink[None, :, None].expand(problem.batch, problem.heads, len(rows))
+    logits = stacked_rows(logits, problem, state.top.dtype)
+    top = torch.maximum(state.top, logits)
+    shift = top.masked_fill(top == -math.inf, 0)
+    keep = torch.exp(state.top - shift)
+    return Rows(top, state.total * keep + torch.exp(logits - shift), state.mixed * keep[..., None])
+
+
 def _finish(state, problem, rows):
     """Results of a tile of queries, (batch, rows, heads, head_dim_v) and (batch, heads, rows), from its final state."""
     blind = _first(len(rows), Band.of(problem).blind - rows.start, state.top.device).repeat(problem.group)
@@ -263,38 +293,43 @@ def _finish(state, problem, rows):
     return out.to(problem.dtype), lse
 
 
-def _forward(problem, q, k, v, out, block_q, block_k, traffic):
+def _forward(problem, q, k, v, sink, alibi_slopes, out, block_q, block_k, traffic):
     out, lse = _results(q, k, v, q.dtype, out)
-    finite = all_finite(v)
+    finite, rule = all_finite(v), ScoreRule.of(problem, alibi_slopes, lse.dtype)
     for rows in blocks(range(problem.seqlen_q), block_q):
-        tile, tile_lse = _query_tile(problem, q, k, v, rows, block_k, finite, traffic)
+        state = _query_tile(rule, q, k, v, rows, block_k, finite, traffic)
+        if sink is not None:
+            state = _absorb_sink(state, sink, problem, rows)
+        tile, tile_lse = _finish(state, problem, rows)
         out[:, rows.start : rows.stop] = tile
         lse[:, :, rows.start : rows.stop] = tile_lse
         traffic.store(tile, tile_lse)
     return out, lse
 
 
-def _query_tile(problem, q, k, v, rows, block_k, finite, traffic):
-    """Results of one tile of queries: all blocks of keys that it sees, first to last."""
-    dtype, band = arithmetic_dtype(q.dtype), Band.of(problem)
+def _query_tile(rule, q, k, v, rows, block_k, finite, traffic):
+    """State of one tile of queries after all blocks of keys that it sees, first to last."""
+    problem, dtype = rule.problem, arithmetic_dtype(q.dtype)
+    band = Band.of(problem)
     queries = stacked(*traffic.load(q[:, rows.start : rows.stop]), problem, dtype)
     state = _fresh(queries.shape[:-1], problem.head_dim_v, q)
     for keys in blocks(band.keys(rows), block_k):
         k_block, v_block = traffic.load(k[:, keys.start : keys.stop], v[:, keys.start : keys.stop])
-        scores = scaled_scores(queries, by_head(k_block, dtype), problem)
+        scores = rule.scores(queries, by_head(k_block, dtype), rows, keys)
         hide(scores, band.hidden(rows, keys, q.device), problem, -math.inf)
         state = _absorb(state, scores, by_head(v_block, dtype), finite)
-    return _finish(state, problem, rows)
+    return state
 
 
-def _results(q, k, v, dtype, out=None):
+def _results(q, k, v, dtype, out=None, sink=None):
     """Zeros for out (unless given) and -inf for the LSE, with a gradient of 0 to the inputs where they ask for one."""
     batch, seqlen_q, heads, _ = q.shape
     if out is None:
         out = torch.zeros((batch, seqlen_q, heads, v.shape[-1]), dtype=dtype, device=q.device)
     lse = torch.full((batch, heads, seqlen_q), -math.inf, dtype=arithmetic_dtype(dtype), device=q.device)
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        nothing = sum(tensor[:0].sum() for tensor in (q, k, v))
+    inputs = [tensor for tensor in (q, k, v, sink) if tensor is not None]
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
+        nothing = sum(tensor[:0].sum() for tensor in inputs)
         out, lse = out + nothing.to(dtype), lse + nothing.to(lse.dtype)
     return out, lse
 

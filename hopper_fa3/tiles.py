@@ -54,12 +54,6 @@ def by_head(block, dtype):
     return block.transpose(1, 2).to(dtype)
 
 
-def scaled_scores(queries, k_block, problem):
-    """Scores of stacked queries, not masked: (batch, heads_k, group * rows, keys)."""
-    # Scaled after the product: that of 16-bit inputs is exact in float32, a scaled query is not.
-    return product(queries, k_block.mT).mul_(problem.softmax_scale)
-
-
 def hide(scores, hidden, problem, value):
     """Writes ``value`` where ``hidden``, of Band.hidden(), is True; returns the scores."""
     return scores if hidden is None else scores.masked_fill_(hidden.repeat(problem.group, 1), value)

@@ -39,9 +39,8 @@ class BackwardProducer:
         while work.n_block >= 0:
             n_block, head_k, _, batch_index, head, last_head, *_ = work
             blocks = self.band.query_blocks(n_block, config.tile_m, seqlen_q, seqlen_k, run.right, run.left)
-            head = self.band.first_head(work, blocks)
-            # False where no query sees any of the tile's keys. K and V are loaded all the same: they come with a tile
-            visited = head < last_head if const_expr(config.left_bound) else True
+            # Where no query sees any of the tile's keys, K and V are loaded all the same: each tile begins with a wait
+            visited = self.band.first_head(work, blocks) < last_head if const_expr(config.left_bound) else True
             first, *_, end = work.blocks_of(head, blocks)
             k_tiles, k_stages = head_tiles(tiled_k, s_k, (config.tile_n, config.head_dim), head_k, batch_index)
             v_tiles, v_stages = head_tiles(tiled_v, s_v, (config.tile_n, config.head_dim_v), head_k, batch_index)
@@ -56,6 +55,7 @@ class BackwardProducer:
                 do_state = load(Phase.LOAD_DO, tiled_do.atom, do_tiles[None, first], do_stages, do_pipe, do_state)
             v_state = load(Phase.LOAD_V, tiled_v.atom, v_tiles[None, n_block], v_stages, v_pipe, v_state)
             first += 1
+            head = self.band.first_head(work, blocks)
             while head < last_head:
                 q_tiles, q_stages = head_tiles(tiled_q, s_q, (config.tile_m, config.head_dim), head, batch_index)
                 do_tiles, do_stages = head_tiles(tiled_do, s_do, (config.tile_m, config.head_dim_v), head, batch_index)

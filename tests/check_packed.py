@@ -1,5 +1,6 @@
 """The bounds of check.py and check_gradients.py for packed sequences: each sequence is held to them by itself."""
 
+import contextlib
 import math
 
 import check
@@ -23,13 +24,13 @@ def run(inputs, *, out=None, **options):
 
 
 def run_gradients(inputs, dout=None, dlse=None, *, wanted="qkv", **options):
-    """(dq, dk, dv), with NaN in freed memory before; None for inputs that are not ``wanted``. See check_gradients.run."""
+    """(dq, dk, dv), with NaN in freed memory before; None for what is not ``wanted``: see check_gradients.run."""
     leaves = check_gradients.leaves_of(*inputs[:3], wanted)
     results = flash_attn_varlen_func(*leaves, *inputs[3:], return_attn_probs=True, **options)
-    arrived = [(x, y) for x, y in zip(results, (dout, dlse), strict=True) if y is not None]
+    outputs, arrived = zip(*((x, y) for x, y in zip(results, (dout, dlse), strict=True) if y is not None), strict=True)
     asked = [leaf for leaf in leaves if leaf.requires_grad]
     check_gradients.spoil_free_memory(*(leaf[None] for leaf in leaves))
-    got = iter(torch.autograd.grad(*zip(*arrived, strict=True), asked))
+    got = iter(torch.autograd.grad(outputs, asked, arrived))
     return tuple(next(got) if leaf.requires_grad else None for leaf in leaves)
 
 
@@ -69,15 +70,11 @@ def compare_gradients(gradients, inputs, dout=None, dlse=None, **options):
             check_gradients.compare(parts, *tensors, **arrived, **options)
 
 
-class located:
+@contextlib.contextmanager
+def located(number, tensors):
     """Says in which sequence an assertion inside the block failed."""
-
-    def __init__(self, number, tensors):
-        self.text = f"sequence {number}, {tensors[0].shape[1]} queries and {tensors[1].shape[1]} keys"
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, kind, error, trace):
-        if kind is AssertionError:
-            raise AssertionError(f"{self.text}: {error}") from error
+    try:
+        yield
+    except AssertionError as error:
+        place = f"sequence {number} ({tensors[0].shape[1]} queries, {tensors[1].shape[1]} keys)"
+        raise AssertionError(f"{place}: {error}") from error

@@ -131,6 +131,21 @@ def device():
 
 
 @pytest.fixture
+def hopper(monkeypatch):
+    """Without a GPU: CUDA tensors can be made (nothing can read them), and the device says that it is an H200."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from hopper_fa3 import problem
+
+    monkeypatch.setattr(problem, "architecture", lambda device: "sm_90")
+    monkeypatch.setattr(problem, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(torch.Tensor, "data_ptr", lambda tensor: 4096)  # a fake tensor has no address
+    with FakeTensorMode():
+        yield
+
+
+@pytest.fixture
 def one_thread():
     """For tiny products: a second thread costs more than it gives."""
     import torch

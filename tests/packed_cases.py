@@ -1,6 +1,7 @@
-"""Cases of packed sequences: a case makes its inputs, name and the oracle's results. Tests on both devices import them."""
+"""Cases of packed sequences: a case makes its inputs, its name and the oracle's results, for tests on both devices."""
 
-from dataclasses import dataclass
+import random
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -36,8 +37,8 @@ class PackedCase:
     """One call of flash_attn_varlen_func.
 
     Sequence b has ``lengths_q[b]`` queries and ``lengths_k[b]`` keys, of which it uses the first ``used_q[b]`` and
-    ``used_k[b]`` (None: all). ``before`` and ``behind``: rows of q and of k in front of the first sequence and after the
-    last. Rows that no sequence uses are NaN. ``mix`` names the lengths.
+    ``used_k[b]`` (None: all). ``before`` and ``behind``: rows of q and of k in front of the first sequence and behind
+    the last. Rows that no sequence uses are NaN. ``mix`` names the lengths.
     """
 
     mix: str
@@ -105,8 +106,8 @@ class PackedCase:
         return dout.to(inputs.q), dlse.to(inputs.q.device)
 
     def oracle(self, inputs, dout=None, dlse=None, dtype=torch.float32):
-        """``((out, lse), (dq, dk, dv))`` in ``dtype``: reference.standard, one sequence at a time, on the inputs' device.
-        Gradients of what arrives; None where nothing does.
+        """``((out, lse), (dq, dk, dv))`` in ``dtype`` by reference.standard, one sequence at a time, on the inputs'
+        device. Gradients of what arrives; None where nothing does.
         """
         leaves = [x.detach().nan_to_num(0).to(dtype).requires_grad_() for x in inputs[:3]]
         left, right = bounds(self.causal, self.window_size)
@@ -114,7 +115,8 @@ class PackedCase:
             *leaves, inputs.lengths, softmax_scale=self.softmax_scale, left=left, right=right, compute_dtype=dtype
         )
         arrived = [(x, y.nan_to_num(0).to(x)) for x, y in zip(results, (dout, dlse), strict=True) if y is not None]
-        gradients = torch.autograd.grad(*zip(*arrived, strict=True), leaves) if arrived else None
+        outputs, given = zip(*arrived, strict=True) if arrived else ((), ())
+        gradients = torch.autograd.grad(outputs, leaves, given) if arrived else None
         return tuple(x.detach() for x in results), gradients
 
 
@@ -124,3 +126,34 @@ def unused(lengths, total, place):
     for used in lengths.rows:
         rows[used[place].start : used[place].stop] = False
     return rows
+
+
+def long_tailed(count, longest, seed=0):
+    """Lengths drawn from a log-normal distribution with a median of 90, from 16 to ``longest``."""
+    draw = random.Random(seed)
+    return tuple(min(max(int(draw.lognormvariate(4.5, 1.2)), 16), longest) for _ in range(count))
+
+
+# Mixes of lengths. Among few and short rows a bound by PyTorch's largest error is a matter of luck: none has sequences
+# of 2 to 15 rows but that of CASES.md, line 4, and where sequences have one query, rows are wide.
+UNIFORM = PackedCase("uniform", (256,) * 6, (256,) * 6)
+RAGGED = PackedCase(
+    "ragged", (17, 63, 64, 65, 113, 128, 200, 255, 513), (513, 255, 200, 128, 113, 65, 64, 63, 17)
+)  # fmt: skip
+EMPTY = PackedCase("empty", (0, 0, 100, 0, 130, 64, 0), (0, 70, 0, 0, 130, 100, 90))
+SINGLE = PackedCase("single", (1,) * 24, (1, 64, 300, 129, 1, 1000, 65, 63) * 3)
+TAILED = PackedCase("tailed", long_tailed(40, 4096), long_tailed(40, 4096))
+CROSSED = PackedCase("crossed", long_tailed(40, 4096), long_tailed(40, 4096, seed=1))
+SPARE = PackedCase("spare", (100, 0, 64, 257), (200, 90, 64, 70), before=(3, 70), behind=(200, 65))
+USED = PackedCase(
+    "used", (100, 64, 0, 300, 130), (513, 64, 90, 100, 300), used_q=(65, 64, 0, 0, 129), used_k=(300, 17, 90, 40, 0)
+)  # fmt: skip
+USED_Q, USED_K = (replace(USED, mix="used_q", used_k=None), replace(USED, mix="used_k", used_q=None))
+MIXES = (UNIFORM, RAGGED, EMPTY, SINGLE, TAILED, CROSSED, SPARE, USED, USED_Q, USED_K)
+# Lines of CASES.md: 3 (batch longer than total, 21 heads over 7), 4 (tiny keys), 5 (of 256 keys 107 are used)
+LINES = (
+    PackedCase("line3", (0, 0, 0, 1), (0, 0, 0, 1), heads=21, heads_k=7, head_dim=120, head_dim_v=120),
+    PackedCase("line3all", (0, 0, 0, 1), (1, 0, 0, 0), heads=21, heads_k=7, head_dim=120, head_dim_v=120),
+    PackedCase("line4", (76, 34, 146), (1, 1, 1), heads=1, causal=True),
+    PackedCase("line5", (64, 1, 107), (256,) * 3, used_k=(107, 200, 107), causal=True),
+)

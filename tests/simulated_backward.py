@@ -118,11 +118,14 @@ class Replacements:
             return tensor[first * WARPGROUP_ROWS : (first + 1) * WARPGROUP_ROWS]
         return tensor[first]
 
-    def head_tiles(self, tiled, shared, box, head, batch):
-        return Tiles(tiled.array[batch, :, head], box[0]), shared
+    def head_tiles(self, tiled, shared, box, head, batch, origin=0):
+        return Tiles(tiled.array[batch, origin:, head], box[0]), shared
 
-    def mask_scores(self, scores, limits, value):
-        visible = np.arange(WARPGROUP_ROWS) < limits[0]
+    def mask_scores(self, scores, firsts, limits, value):
+        columns = np.arange(WARPGROUP_ROWS)
+        visible = columns < (WARPGROUP_ROWS if limits is None else limits[0])
+        if firsts is not None:
+            visible = visible & (columns >= firsts[0])
         scores[0, 0] = np.where(visible, scores[0, 0], value)
 
     def convert(self, accumulator, dtype, target=None):
@@ -223,10 +226,13 @@ class Replacements:
         self.simulation.point()
         return rows[0, first : first + queries].copy()
 
-    def exponentiate(self, scores, lse, limits, scale, masked, polynomials=0, dtype=None):
+    def exponentiate(self, scores, lse, limits, scale, sides, width, polynomials=0, dtype=None):
         exponents = scores.read() * scale - lse
-        if masked:
-            exponents = np.where(np.arange(exponents.shape[1]) >= limits, exponents, -math.inf)
+        columns = np.arange(exponents.shape[1])
+        if sides.right:
+            exponents = np.where(columns >= limits, exponents, -math.inf)
+        if sides.left:
+            exponents = np.where(columns < limits + width, exponents, -math.inf)
         scores.write(np.exp2(exponents))
 
     def read_turn(self, turn):
@@ -242,8 +248,10 @@ class Replacements:
 
         def own_rows(consumer, rows, first_row, *lengths):
             found = [one_row(consumer, rows, first_row + row, *lengths) for row in range(WARP_ROWS)]
-            columns = (np.array([getattr(each, name) for each in found]) for name in found[0]._fields)
-            lse, delta, limits = columns
-            return type(found[0])([lse], [delta], [limits])
+            lse, delta = (np.array([getattr(each, name) for each in found]) for name in ("lse", "delta"))
+            limits = np.array([np.reshape(each.keys.limits, 1) for each in found])
+            keys = found[0].keys
+            keys = keys._replace(limits=[limits] if keys.end is None else limits)
+            return type(found[0])([lse], [delta], keys)
 
         return own_rows

@@ -15,6 +15,10 @@ from simulated_dsl import WARP_THREADS
 KERNELS = Path(__file__).parents[1] / "kernels"
 
 
+def smaller(a, b):
+    return np.minimum(a, b) if isinstance(a, np.ndarray) else min(a, b)
+
+
 class PipelineState:
     def __init__(self, stages, index, phase):
         self.stages, self.index, self.phase = stages, index, phase
@@ -95,7 +99,7 @@ def make_cutlass(simulation, cute):
     numbers = dict.fromkeys(("range", "range_constexpr"), lambda *bounds, **_: range(*bounds))
     cute = StandIn(jit=identity, kernel=identity, arch=arch, nvgpu=StandIn(warpgroup=wgmma), **cute)
     return StandIn(
-        cute=cute, pipeline=pipeline, Int32=int, Float32=float, Boolean=bool, const_expr=identity, min=min, max=max,
+        cute=cute, pipeline=pipeline, Int32=int, Float32=float, Boolean=bool, const_expr=identity, min=smaller, max=max,
         select_=select, **numbers,
     )  # fmt: skip
 

@@ -26,6 +26,7 @@ class Shape:
     ctas: int
     section: int
     split: int = 1  # parts of a group
+    left: int | None = None  # only with a right bound
 
     @property
     def heads(self):
@@ -47,7 +48,9 @@ class Problem:
         self.k, self.v = normal(size=(*keys, HEAD_DIM)), normal(size=(*keys, HEAD_DIM_V))
         k, v = (np.repeat(x, shape.group, 2) for x in (self.k, self.v))
         distance = np.arange(shape.seqlen_k) - np.arange(shape.seqlen_q)[:, None]
-        seen = distance <= shape.seqlen_k - shape.seqlen_q + (shape.right if shape.bounded else shape.seqlen_q)
+        distance -= shape.seqlen_k - shape.seqlen_q
+        seen = distance <= (shape.right if shape.bounded else shape.seqlen_q)
+        seen &= distance >= -(shape.seqlen_k if shape.left is None else shape.left)
         scores = np.where(seen, np.einsum("bqhd,bkhd->bhqk", self.q, k) * SCALE_LOG2, -np.inf)
         total = np.exp2(scores).sum(-1)
         self.lse = np.log2(total, out=np.full_like(total, np.inf), where=total > 0)
@@ -94,7 +97,7 @@ class Launch:
         return self.kernels["schedule"].TileQueue(self.counter, Memory(np.full(slots, -2)), pipe)
 
     def band(self, config):
-        return self.kernels["blocks"].Band(config.tile_n, config.right_bound)
+        return self.kernels["blocks"].Band(config.tile_n, config.right_bound, config.left_bound)
 
     def run(self):
         self.simulation.run()
@@ -105,7 +108,7 @@ def run_queries(problem, seed, edits=(), head_dim=256):
     """The kernel of dQ."""
     launch, shape = Launch(problem, seed, edits), problem.shape
     kernels = launch.kernels
-    config = kernels["query_config"].QueryConfig("bfloat16", head_dim, head_dim, shape.bounded)
+    config = kernels["query_config"].QueryConfig("bfloat16", head_dim, head_dim, shape.bounded, shape.left is not None)
     schedule = kernels["schedule"].Schedule(config.tile_m, config.dynamic, descending=config.dynamic)
     band = launch.band(config)
     class_of_consumer = kernels["query_consume"].QueryConsumer
@@ -113,7 +116,7 @@ def run_queries(problem, seed, edits=(), head_dim=256):
     class_of_consumer.make_products = launch.replacements.make_query_products
     producer = kernels["query_load"].QueryProducer(config, band, schedule)
     consumer = class_of_consumer(config, None, band, schedule, WARPGROUP_ROWS)
-    run = kernels["args"].RunTime(SCALE_LOG2, shape.right or 0, shape.section, 1)
+    run = kernels["args"].RunTime(SCALE_LOG2, shape.right or 0, shape.left, shape.section, 1)
     tensors = [Tensor(x) for x in (problem.q, problem.do, problem.k, problem.v)]
     rows, dq = Memory(problem.statistics(WARPGROUP_ROWS).swapaxes(1, 2)), Memory(np.full_like(problem.q, np.nan))
     stages = ((2, HEAD_DIM), (2, HEAD_DIM_V), (config.stages, HEAD_DIM), (config.value_stages, HEAD_DIM_V))
@@ -140,14 +143,15 @@ class KeysLaunch(Launch):
         super().__init__(problem, seed, edits)
         shape, kernels = problem.shape, self.kernels
         split = shape.split > 1
-        options = (tile_m, 2, deterministic, split, split_tail)
+        options = (tile_m, 2, deterministic, split, split_tail, 0, 0, shape.left is not None)
         self.config = config = kernels["config"].BackwardConfig("bfloat16", *head_dims, shape.bounded, *options)
         self.band = self.band(config)
         self.work = kernels["backward_work"]
         order = config.descending, config.turns
         self.schedule = self.work.WorkSchedule(config.tile_n, True, *order, split_tail, tile_m)
         self.steps, self.tiles = (-(-length // tile) for length, tile in self.lengths_and_tiles())
-        scalars = SCALE_LOG2, SCALE, shape.right or 0, shape.section * shape.split, shape.heads_k * shape.split
+        scalars = SCALE_LOG2, SCALE, shape.right or 0, shape.left, shape.section * shape.split
+        scalars = *scalars, shape.heads_k * shape.split
         self.all_tiles = self.tiles * shape.heads_k * shape.split * shape.batch
         self.run_time = kernels["args"].BackwardRunTime(*scalars, *self.tail(), 1)
         rows = problem.statistics(tile_m)
@@ -269,7 +273,7 @@ class KeysLaunch(Launch):
 
 def run_tail(problem, seed, edits=(), **options):
     """run_keys for the same sizes without a bound, whose last tiles are cut."""
-    shape = replace(problem.shape, right=None, split=1)
+    shape = replace(problem.shape, right=None, left=None, split=1)
     run_keys(Problem(shape, seed), seed, edits, split_tail=True, **options)
 
 

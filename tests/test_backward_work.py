@@ -57,7 +57,7 @@ def decoded():
         # The last tile and block are not whole
         lengths = blocks * STEP - 1, n_blocks * TILE - 1, group * heads_k, heads_k, one
         return schedule.decode(
-            index, lengths, BackwardRunTime(None, None, None, one, heads_k, whole_tiles, parts, None)
+            index, lengths, BackwardRunTime(None, None, None, None, one, heads_k, whole_tiles, parts, None)
         )
 
     asked = [(index, *deal) for deal in deals() for index in range(deal.indices + 2)]

@@ -64,9 +64,9 @@ def inputs(seqlen_q, seqlen_k, heads=2, heads_k=1, head_dim=8, head_dim_v=4, bat
     )
 
 
-def allocated(attention, length, causal, with_gradients=False):
+def allocated(attention, length, causal, with_gradients=False, **options):
     q, k, v = (x.requires_grad_(with_gradients) for x in inputs(length, length))
-    problem = Problem.from_tensors(q, k, v, causal=causal)
+    problem = Problem.from_tensors(q, k, v, causal=causal, **options)
     with Allocations() as allocations:
         out, lse = attention(problem, q, k, v)
         if with_gradients:
@@ -74,8 +74,8 @@ def allocated(attention, length, causal, with_gradients=False):
     return allocations
 
 
-def small_blocks(order):
-    return lambda problem, q, k, v: order(problem, q, k, v, block_q=BLOCK_Q, block_k=BLOCK_K)
+def small_blocks(order, **beside):
+    return lambda problem, q, k, v: order(problem, q, k, v, block_q=BLOCK_Q, block_k=BLOCK_K, **beside)
 
 
 def in_full(problem, q, k, v):
@@ -115,10 +115,16 @@ def test_extra_memory_of_standard_is_quadratic(causal):
     assert peaks[2] > 10 * allocated(small_blocks(blockwise), 1024, causal).peak
 
 
-def test_the_backward_pass_is_linear_too():
+@pytest.mark.parametrize("options", [{}, {"softcap": 2.0, "window_size": (50, 0)}, {"attention_chunk": 100}], ids=str)
+@pytest.mark.parametrize("scored", [False, True])
+def test_the_backward_pass_is_linear_too(scored, options):
+    """Also with a sink, which takes its gradient, and slopes."""
     lengths = (256, 512, 1024)
-    peaks = [allocated(small_blocks(blockwise), length, True, with_gradients=True).peak for length in lengths]
-    assert peaks[1] < 2.2 * peaks[0] and peaks[2] < 2.2 * peaks[1]
+    beside = {"sink": torch.ones(2, requires_grad=True), "alibi_slopes": torch.ones(2)} if scored else {}
+    attention = small_blocks(blockwise, **beside)
+    meters = [allocated(attention, length, True, with_gradients=True, **options, **beside) for length in lengths]
+    peaks = [meter.peak for meter in meters]
+    assert peaks[1] < 2.2 * peaks[0] and peaks[2] < 2.2 * peaks[1] and meters[2].largest < 1024 * 1024
     full = [allocated(in_full, length, True, with_gradients=True).peak for length in lengths]
     assert full[2] > 3.8 * full[1] and full[2] > 10 * peaks[2]
 
@@ -169,11 +175,12 @@ def counted(order, problem, q, k, v):
     return traffic
 
 
+@pytest.mark.parametrize("chunk", [0, 24, 64])
 @pytest.mark.parametrize(("left", "right"), [(None, None), (None, 0), (None, 17), (20, 0), (40, -1)])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_counts_are_the_closed_forms(shape, left, right):
+def test_counts_are_the_closed_forms(shape, left, right, chunk):
     q, k, v = inputs(*shape)
-    problem = replace(Problem.from_tensors(q, k, v, window_size=(-1, right)), left=left)
+    problem = Problem.from_tensors(q, k, v, window_size=(left, right), attention_chunk=chunk)
     assert counted(blockwise, problem, q, k, v) == traffic_q_outer(problem, BLOCK_Q)
     assert counted(blockwise_kv_outer, problem, q, k, v) == traffic_kv_outer(problem, BLOCK_K)
 
@@ -211,6 +218,14 @@ def test_tiles_save_traffic_over_the_standard_way():
     assert small.written == large.written < full.written / 100
     kv_outer = traffic_kv_outer(problem, 128)
     assert small.read + small.written < kv_outer.read + kv_outer.written < full.read + full.written
+
+
+def test_the_other_order_has_softcap_and_chunks_too():
+    q, k, v = inputs(100, 130, 6, 2)
+    problem = Problem.from_tensors(q, k, v, window_size=(40, 9), attention_chunk=48, softcap=0.7)
+    expected = blockwise(problem, q, k, v)
+    for a, b in zip(small_blocks(blockwise_kv_outer)(problem, q, k, v), expected, strict=True):
+        torch.testing.assert_close(a, b)
 
 
 def test_blocks_that_no_query_sees_are_not_read():

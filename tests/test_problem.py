@@ -7,13 +7,12 @@ from fractions import Fraction
 import pytest
 import torch
 from refusal import refused
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hopper_fa3 import problem
 from hopper_fa3.plan import Plan
-from hopper_fa3.problem import ILLEGAL, BackwardStatic, Problem, Static, bounds, refuse_illegal
+from hopper_fa3.problem import ILLEGAL, BackwardStatic, Problem, Static, bounds, chunked, refuse_illegal
 
-SMS = 132
+SMS = 132  # of the fixture hopper
 NUMBERS = {"heads": 4, "heads_k": 2, "head_dim": 64, "head_dim_v": 64, "batch": 2, "seqlen_q": 5, "seqlen_k": 7}
 
 
@@ -28,27 +27,21 @@ def tensors(device="cpu", dtype=torch.bfloat16, **numbers):
     )
 
 
-@pytest.fixture
-def hopper(monkeypatch):
-    """CUDA tensors can be made, and the device says that it is an H200."""
-    monkeypatch.setattr(problem, "architecture", lambda device: "sm_90")
-    monkeypatch.setattr(problem, "multiprocessors", lambda device: SMS)
-    monkeypatch.setattr(torch.Tensor, "data_ptr", lambda tensor: 4096)  # a fake tensor has no address
-    with FakeTensorMode():
-        yield
-
-
 # Facts of a legal call on each device, in the plain values of the table.
 LEGAL = {
     "device": "cpu", "architecture": None, "dtype": "bfloat16", "head_dim": 64, "head_dim_v": 64, "seqlen_q": 5,
     "seqlen_k": 7, "tiles": 8, "sm_margin": 0, "remaining_sms": None, "left": None, "num_splits": 1, "pack_gqa": None,
     "attention_chunk": 0, "softcap": 0.0, "qv": None, "q_descale": None, "k_descale": None, "v_descale": None,
     "sink": None, "alibi_slopes": None, "score": None, "mask": None, "block_mask": None, "out": None,
-    "requires_grad": False, "tangent": False, "total_q": 5, "total_k": 7, "packed_tiles": 12, "page_table": None,
+    "slopes_gradient": False, "requires_grad": False, "tangent": False, "packed": False, "total_q": 5, "total_k": 7,
+    "packed_tiles": 12, "page_table": None,
 }  # fmt: skip
 CUDA = {"device": "cuda", "architecture": "sm_90", "remaining_sms": SMS}
 GRAD = {"requires_grad": True}
-WINDOW = "the left side of window_size must be open or at least seqlen_k - 1 (windows are not built yet)"
+WINDOW = "the left side of window_size must be open or at least total_k - 1 for packed sequences on CUDA (not built yet)"
+CHUNK = "attention_chunk must be 0 on CUDA where it hides a key (not built yet)"
+SLOPES = "alibi_slopes must not require grad (their gradient is not built)"
+SOFTCAP = "softcap must be 0 (none), or from 2**-126 to below 2**127"
 DIMS = "must be a multiple of 8 and at most 256"
 
 # In the table's order: fact, facts that differ from LEGAL, error, message.
@@ -74,21 +67,28 @@ ROWS = (
     ("sm_margin", {"sm_margin": -1}, ValueError, "sm_margin must be an integer of at least 0, got -1"),
     ("remaining_sms", CUDA | {"remaining_sms": 0}, ValueError,
      "the device's SMs minus sm_margin must be at least 1, got 0"),
-    ("left", {"left": 3}, NotImplementedError, f"{WINDOW}, got 3"),
+    ("left", CUDA | {"left": 3, "packed": True}, NotImplementedError, f"{WINDOW}, got 3"),
     ("num_splits", {"num_splits": 4}, NotImplementedError,
      "num_splits must be 0 or 1 (splitting is not built yet), got 4"),
     ("pack_gqa", {"pack_gqa": True}, NotImplementedError,
      "pack_gqa must be None or False (packing is not built yet), got True"),
-    ("attention_chunk", {"attention_chunk": 64}, NotImplementedError,
-     "attention_chunk must be 0 (not built yet), got 64"),
-    ("softcap", {"softcap": 15.0}, NotImplementedError, "softcap must be 0.0 (not built yet), got 15.0"),
+    ("attention_chunk", CUDA | {"attention_chunk": 64}, NotImplementedError, f"{CHUNK}, got 64"),
+    ("softcap", CUDA | {"softcap": 15.0}, NotImplementedError,
+     "softcap must be 0.0 on CUDA (not built yet), got 15.0"),
+    *((name, CUDA | {name: torch.ones(2)}, NotImplementedError,
+       f"{name} must be None on CUDA (not built yet), got Tensor") for name in ("sink", "alibi_slopes")),
+    *((name, {"packed": True, name: given}, NotImplementedError,
+       f"{name} must be {legal} for packed sequences (not built yet), got {given}")
+      for name, given, legal in (("attention_chunk", 64, 0), ("softcap", 15.0, 0.0))),
+    *((name, {"packed": True, name: torch.ones(2)}, NotImplementedError,
+       f"{name} must be None for packed sequences (not built yet), got Tensor") for name in ("sink", "alibi_slopes")),
     *((name, {name: torch.ones(2)}, NotImplementedError, f"{name} must be None (not built yet), got Tensor")
-      for name in ("qv", "q_descale", "k_descale", "v_descale", "sink", "alibi_slopes", "score", "mask", "block_mask",
-                   "page_table")),
+      for name in ("qv", "q_descale", "k_descale", "v_descale", "score", "mask", "block_mask", "page_table")),
+    ("slopes_gradient", {"slopes_gradient": True}, NotImplementedError, f"{SLOPES}, got True"),
     ("tangent", CUDA | {"tangent": True}, NotImplementedError,
      "q, k and v must have no tangent on CUDA (forward-mode derivatives are not built), got True"),
     ("out", GRAD | {"out": torch.ones(2)}, ValueError,
-     "out must be None where q, k or v requires grad (results are written in place), got Tensor"),
+     "out must be None where q, k, v or sink requires grad (results are written in place), got Tensor"),
 )  # fmt: skip
 
 
@@ -116,7 +116,10 @@ def test_a_row_refuses_and_is_the_only_one_to(index):
         CUDA | {"seqlen_q": 2**30 - 1, "seqlen_k": 2**30 - 1}, CUDA | {"seqlen_q": 0, "seqlen_k": 0, "tiles": 0},
         CUDA | {"tiles": 2**31 - 2**12 - 1}, {"tiles": 2**31}, {"sm_margin": 8}, {"sm_margin": 1000},
         CUDA | {"sm_margin": SMS - 1, "remaining_sms": 1}, {"num_splits": 0}, {"pack_gqa": False}, GRAD,
-        {"out": torch.ones(2)}, CUDA | {"out": torch.ones(2)}, {"tangent": True},
+        {"out": torch.ones(2)}, CUDA | {"out": torch.ones(2)}, {"tangent": True}, {"left": 3}, {"attention_chunk": 64},
+        {"softcap": 15.0}, {"sink": torch.ones(4), "alibi_slopes": torch.ones(4)},
+        CUDA | {"total_q": 2**30 - 1, "total_k": 2**30 - 1, "packed_tiles": 2**31 - 2**12 - 1}, {"packed_tiles": 2**31},
+        {"total_q": 2**31, "total_k": 2**31},
     ],
     ids=str,
 )  # fmt: skip
@@ -136,18 +139,43 @@ def test_head_dims_on_cuda():
 CALLS = (
     ({"num_splits": 2}, NotImplementedError, "num_splits must be 0 or 1 (splitting is not built yet), got 2"),
     ({"pack_gqa": True}, NotImplementedError, "pack_gqa must be None or False (packing is not built yet), got True"),
-    ({"attention_chunk": 3}, NotImplementedError, "attention_chunk must be 0 (not built yet), got 3"),
-    ({"softcap": 15.0}, NotImplementedError, "softcap must be 0.0 (not built yet), got 15.0"),
+    ({"attention_chunk": -1}, ValueError, "attention_chunk must be an integer of at least 0, got -1"),
+    ({"attention_chunk": 2.0}, ValueError, "attention_chunk must be an integer of at least 0, got 2.0"),
+    ({"attention_chunk": True}, ValueError, "attention_chunk must be an integer of at least 0, got True"),
+    ({"attention_chunk": 2**63}, ValueError,
+     "attention_chunk must be an integer of at least 0, got 9223372036854775808"),
+    ({"attention_chunk": torch.ones(())}, ValueError, "attention_chunk must be an integer of at least 0, got Tensor"),
+    ({"softcap": -1.0}, ValueError, f"{SOFTCAP}, got -1.0"),
+    ({"softcap": math.nan}, ValueError, f"{SOFTCAP}, got nan"),
+    ({"softcap": math.inf}, ValueError, f"{SOFTCAP}, got inf"),
+    ({"softcap": -math.inf}, ValueError, f"{SOFTCAP}, got -inf"),
+    ({"softcap": 1e-40}, ValueError, f"{SOFTCAP}, got 1e-40"),
+    ({"softcap": torch.ones(())}, TypeError, "softcap must be a number, got Tensor"),
+    ({"softcap": None}, TypeError, "softcap must be a number, got None"),
+    ({"sink": 1.0}, TypeError, "sink must be a torch.Tensor, got 1.0"),
+    ({"sink": torch.ones(4, dtype=torch.float16)}, TypeError,
+     "sink must have dtype float32 or q's, bfloat16, got float16"),
+    ({"sink": torch.ones(2)}, ValueError, "sink must have shape (heads,), here (4,), got (2,)"),
+    ({"sink": torch.ones(1, 4)}, ValueError, "sink must have shape (heads,), here (4,), got (1, 4)"),
+    ({"sink": torch.ones(4, device="meta")}, RuntimeError, "sink must be on q's device cpu, got meta"),
+    ({"sink": torch.ones(4).to_sparse()}, TypeError, "sink must be a dense tensor, got torch.sparse_coo"),
+    ({"alibi_slopes": [1.0]}, TypeError, "alibi_slopes must be a torch.Tensor, got list"),
+    ({"alibi_slopes": torch.ones(4, dtype=torch.bfloat16)}, TypeError,
+     "alibi_slopes must have dtype float32, got bfloat16"),
+    ({"alibi_slopes": torch.ones(2)}, ValueError,
+     "alibi_slopes must have shape (heads,) or (batch, heads), here (4,) or (2, 4), got (2,)"),
+    ({"alibi_slopes": torch.ones(1, 4)}, ValueError,
+     "alibi_slopes must have shape (heads,) or (batch, heads), here (4,) or (2, 4), got (1, 4)"),
+    ({"alibi_slopes": torch.ones(4, device="meta")}, RuntimeError,
+     "alibi_slopes must be on q's device cpu, got meta"),
+    ({"alibi_slopes": torch.ones(4, requires_grad=True)}, NotImplementedError, f"{SLOPES}, got True"),
     ({"qv": torch.ones(2)}, NotImplementedError, "qv must be None (not built yet), got Tensor"),
     ({"q_descale": torch.zeros(())}, NotImplementedError, "q_descale must be None (not built yet), got Tensor"),
     ({"k_descale": torch.ones(2)}, NotImplementedError, "k_descale must be None (not built yet), got Tensor"),
     ({"v_descale": torch.ones(2)}, NotImplementedError, "v_descale must be None (not built yet), got Tensor"),
-    ({"sink": torch.ones(2)}, NotImplementedError, "sink must be None (not built yet), got Tensor"),
-    ({"alibi_slopes": torch.ones(2)}, NotImplementedError, "alibi_slopes must be None (not built yet), got Tensor"),
     ({"score": max}, NotImplementedError, "score must be None (not built yet), got builtin_function_or_method"),
     ({"mask": torch.ones(2)}, NotImplementedError, "mask must be None (not built yet), got Tensor"),
     ({"block_mask": ()}, NotImplementedError, "block_mask must be None (not built yet), got tuple"),
-    ({"window_size": (5, -1)}, NotImplementedError, f"{WINDOW}, got 5"),
     ({"window_size": (-2, 0)}, ValueError, "each side of window_size must be None, -1 or at least 0, got (-2, 0)"),
     ({"window_size": (-1, -2)}, ValueError, "each side of window_size must be None, -1 or at least 0, got (-1, -2)"),
     ({"window_size": (-1, 1.5)}, ValueError, "each side of window_size must be None, -1 or at least 0, got (-1, 1.5)"),
@@ -186,8 +214,11 @@ def test_a_call_with_an_illegal_option(options, error, message):
 
 def test_every_option_that_is_not_built_is_refused_by_a_call():
     unbuilt = {row.fact for row in ILLEGAL if row.error is NotImplementedError}
-    unbuilt -= {"left", "tangent", "page_table"}  # no options, and one that only packed calls have
-    assert unbuilt <= {next(iter(options)) for options, error, _ in CALLS if error is NotImplementedError}
+    # Facts that are no options, and those that only packed calls have
+    others = {"left": None, "slopes_gradient": "alibi_slopes", "tangent": None, "page_table": None}
+    options = {others.get(fact, fact) for fact in unbuilt} - {None}
+    calls = [(options, error) for options, error, _ in CALLS] + [(options, error) for _, options, error, _ in ON_CUDA]
+    assert options <= {next(iter(given)) for given, error in calls if given and error is NotImplementedError}
 
 
 SHAPES = (
@@ -258,6 +289,11 @@ def test_a_problem_says_what_was_asked():
     q, k, v = tensors(head_dim_v=32)
     asked = Problem.from_tensors(q, k, v, causal=True, num_splits=0, pack_gqa=False, deterministic=True, sm_margin=4)
     assert asked == Problem(torch.device("cpu"), torch.bfloat16, 2, 5, 7, 4, 2, 64, 32, 0.125, None, 0)
+    assert (asked.attention_chunk, asked.softcap, asked.has_sink, asked.has_alibi) == (0, 0.0, False, False)
+    more = {"sink": torch.ones(4), "alibi_slopes": torch.ones(2, 4), "softcap": 15, "window_size": (2, 3)}
+    asked = Problem.from_tensors(q, k, v, attention_chunk=4, **more)
+    assert (asked.left, asked.right, asked.attention_chunk, asked.softcap) == (2, None, 4, 15.0)
+    assert asked.has_sink and asked.has_alibi and type(asked.softcap) is float and hash(asked) == hash(replace(asked))
     assert asked.group == 2 and hash(asked) == hash(replace(asked))
     with pytest.raises(FrozenInstanceError):
         asked.heads = 1
@@ -294,6 +330,35 @@ def test_a_bound_is_kept_exactly_where_it_hides_a_key(seqlen_q, seqlen_k):
         assert right == (side if any(distance > side for distance in distances) else None)
 
 
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(1, 1), (1, 5), (5, 1), (4, 4), (3, 7), (7, 3), (0, 4), (4, 0)])
+def test_a_chunk_is_kept_exactly_where_it_hides_a_key(seqlen_q, seqlen_k):
+    """And beside it a bound exactly where it can hide one more."""
+    pairs = [(i + seqlen_k - seqlen_q, j) for i in range(seqlen_q) for j in range(seqlen_k)]
+    for chunk in range(1, 9):
+        seen = [j - p for p, j in pairs if j // chunk == p // chunk]
+        kept, left, right = chunked(chunk, None, None, seqlen_q, seqlen_k)
+        assert (left, right) == (None, None)
+        assert not pairs or kept == (chunk if len(seen) < len(pairs) else 0)
+        for side in range(9) if kept else ():
+            _, left, right = chunked(chunk, side, side, seqlen_q, seqlen_k)
+            assert left is not None or not any(distance < -side for distance in seen)
+            assert right is not None or not any(distance > side for distance in seen)
+            assert (left is None, right is None) == (side >= chunk - 1,) * 2
+    assert chunked(0, 3, 2, seqlen_q, seqlen_k) == (0, 3, 2)
+
+
+def test_a_softcap_of_minus_zero_is_none():
+    plain = Problem.from_tensors(*tensors())
+    assert repr(Problem.from_tensors(*tensors(), softcap=-0.0)) == repr(Problem.from_tensors(*tensors(), softcap=0))
+    assert Problem.from_tensors(*tensors(), softcap=0) == plain
+
+
+def test_dtypes_of_a_sink():
+    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+        for sink in (torch.float32, dtype):
+            assert Problem.from_tensors(*tensors(dtype=dtype), sink=torch.ones(4, dtype=sink)).has_sink
+
+
 def test_causal_in_all_its_spellings_is_one_problem():
     q, k, v = tensors(seqlen_q=7)
     spellings = ({"causal": True}, {"window_size": (-1, 0)}, {"window_size": (6, 0)}, {"window_size": (None, 0)},
@@ -312,25 +377,31 @@ def test_static_holds_classes_and_presence(hopper):
     assert hash(half.static) == hash(Static(*half.static)) and half.static != shifted.static
 
 
-@pytest.mark.parametrize(
-    ("numbers", "options", "error", "message"),
-    [
-        ({"dtype": torch.float32}, {}, TypeError, "dtype must be bfloat16 or float16 on CUDA, got float32"),
-        ({"dtype": torch.float8_e4m3fn}, {}, TypeError, "dtype must be bfloat16 or float16 on CUDA, got float8_e4m3fn"),
-        ({"head_dim": 260}, {}, ValueError, f"head_dim {DIMS}, got 260"),
-        ({"head_dim_v": 12}, {}, ValueError, f"head_dim_v {DIMS}, got 12"),
-        ({"seqlen_k": 2**30}, {}, ValueError, "seqlen_k must be less than 2**30, got 1073741824"),
-        ({"batch": 2**20, "heads": 2**5, "seqlen_q": 64 * 63 + 1}, {}, ValueError,
-         "batch * heads * ceil(seqlen_q / 64) must be less than 2**31 - 2**12, got 2147483648"),
-        ({}, {"sm_margin": 132}, ValueError, "the device's SMs minus sm_margin must be at least 1, got 0"),
-        ({}, {"sm_margin": 1.0}, ValueError, "sm_margin must be an integer of at least 0, got 1.0"),
-        ({}, {"plan": Plan(100, 128)}, ValueError, "tile_m must be 64, 128 or 192, got 100"),
-    ],
-    ids=str,
+ON_CUDA = (
+    ({"dtype": torch.float32}, {}, TypeError, "dtype must be bfloat16 or float16 on CUDA, got float32"),
+    ({"dtype": torch.float8_e4m3fn}, {}, TypeError, "dtype must be bfloat16 or float16 on CUDA, got float8_e4m3fn"),
+    ({"head_dim": 260}, {}, ValueError, f"head_dim {DIMS}, got 260"),
+    ({"head_dim_v": 12}, {}, ValueError, f"head_dim_v {DIMS}, got 12"),
+    ({"seqlen_k": 2**30}, {}, ValueError, "seqlen_k must be less than 2**30, got 1073741824"),
+    ({"batch": 2**20, "heads": 2**5, "seqlen_q": 64 * 63 + 1}, {}, ValueError,
+     "batch * heads * ceil(seqlen_q / 64) must be less than 2**31 - 2**12, got 2147483648"),
+    ({}, {"sm_margin": 132}, ValueError, "the device's SMs minus sm_margin must be at least 1, got 0"),
+    ({}, {"sm_margin": 1.0}, ValueError, "sm_margin must be an integer of at least 0, got 1.0"),
+    ({}, {"plan": Plan(100, 128)}, ValueError, "tile_m must be 64, 128 or 192, got 100"),
+    ({}, {"attention_chunk": 3}, NotImplementedError, f"{CHUNK}, got 3"),
+    ({}, {"softcap": 15.0}, NotImplementedError, "softcap must be 0.0 on CUDA (not built yet), got 15.0"),
+    ({}, {"softcap": -1.0}, ValueError, f"{SOFTCAP}, got -1.0"),
+    ({}, {"sink": (4,)}, NotImplementedError, "sink must be None on CUDA (not built yet), got FakeTensor"),
+    ({}, {"alibi_slopes": (2, 4)}, NotImplementedError,
+     "alibi_slopes must be None on CUDA (not built yet), got FakeTensor"),
 )  # fmt: skip
+
+
+@pytest.mark.parametrize(("numbers", "options", "error", "message"), ON_CUDA, ids=[row[-1] for row in ON_CUDA])
 def test_refusals_on_cuda(numbers, options, error, message, hopper):
+    made = {name: torch.ones(options[name], device="cuda") for name in ("sink", "alibi_slopes") if name in options}
     with refused(error, message):
-        Problem.from_tensors(*tensors("cuda", **numbers), **options)
+        Problem.from_tensors(*tensors("cuda", **numbers), **options | made)
 
 
 def test_what_is_legal_on_cuda(hopper):
@@ -339,6 +410,7 @@ def test_what_is_legal_on_cuda(hopper):
     q, k, v = tensors("cuda")
     assert Problem.from_tensors(q, k, v, plan=Plan(128, 128)).heads == 4
     Problem.from_tensors(q, k, v, out=torch.empty(q.shape, dtype=q.dtype, device="cuda"))
+    assert Problem.from_tensors(q, k, v, attention_chunk=7, softcap=0) == Problem.from_tensors(q, k, v)
 
 
 def test_the_static_part_of_a_backward(hopper):
@@ -370,6 +442,12 @@ def test_gradients_and_out_on_the_cpu():
         Problem.from_tensors(q, k, v, out=out)
     with torch.no_grad():
         assert Problem.from_tensors(q, k, v, out=out.requires_grad_()).batch == 2
+    out, sink = out.detach(), torch.ones(4, requires_grad=True)
+    with refused(ROWS[-1][2], ROWS[-1][3]):
+        Problem.from_tensors(q, k, v.detach(), sink=sink, out=out)
+    with torch.no_grad():
+        slopes = torch.ones(4, requires_grad=True)
+        assert Problem.from_tensors(q, k, v, sink=sink, alibi_slopes=slopes, out=out).has_alibi
 
 
 def test_the_device_is_asked_once(monkeypatch):

@@ -2,11 +2,22 @@
 
 import random
 import sys
+from dataclasses import replace
 from functools import partial
 
 import pytest
 from simulated_dsl import ProtocolError
 from simulated_launch import Problem, Shape, run_keys, run_queries, run_tail
+
+
+
+def of_windows(run, problem, seed, edits=()):
+    """A launch for the same sizes with both bounds."""
+    chance = random.Random(seed)
+    left = chance.choice((0, 1, 30, 64, 100))
+    right = problem.shape.seqlen_q - 1 if problem.shape.right is None else problem.shape.right
+    run(Problem(replace(problem.shape, right=right, left=left), seed), seed, edits)
+
 
 LENGTHS = (1, 7, 63, 64, 65, 128, 130, 200, 257)
 SEEDS = range(12)
@@ -27,10 +38,18 @@ KINDS = {
     "wide, dQ in parts": partial(run_keys, head_dims=(192, 128)),
     "wide, dQ in parts, in order": partial(run_keys, head_dims=(192, 128), deterministic=True),
 }
+# The same with a left bound, where there is a right one
+KINDS |= {f"{kind}, window": partial(of_windows, run) for kind, run in KINDS.items() if "tail" not in kind}
 # Faults, each a change in a kernel's text: {name: (kind, module, text, text instead)}
 FAULTS = {
     "an arrival is left out": (
         "roles", "backward_roles", "memory.p_pipe.consumer_release(state.p)", "pass"
+    ),
+    "queries of a tile that nobody sees are loaded": (
+        "early sums, window", "backward_load", "self.band.first_head(work, blocks) < last_head if const_expr(config.left_bound) else True", "True"
+    ),
+    "a tile that nobody sees ends a turn": (
+        "wide, in order, window", "backward_store", "head = self.band.first_head(work, blocks)", "pass"
     ),
     "a wait is left out": (
         "roles", "backward_roles", "memory.p_pipe.consumer_wait(state.p)", "pass"
@@ -68,8 +87,8 @@ FAULTS = {
     ),
     "a tile that sees no key skips Q": (
         "queries", "query_consume",
-        "q_pipe.consumer_wait(q_state)\n            if blocks[1] > 0:",
-        "if blocks[1] > 0:\n                q_pipe.consumer_wait(q_state)",
+        "q_pipe.consumer_wait(q_state)\n            if blocks.end > 0:",
+        "if blocks.end > 0:\n                q_pipe.consumer_wait(q_state)",
     ),
     "a slot of the queue is kept": (
         "queries", "schedule", "queue.pipe.consumer_release(state)", "pass"
@@ -112,11 +131,11 @@ FAULTS = {
     ),
     "a part ends for the producer where its tile does": (
         "roles, split tail", "backward_load",
-        "head += 1\n                first, _, end = work.blocks_of(head, blocks)",
-        "head += 1\n                first, _, end = blocks",
+        "head += 1\n                first, *_, end = work.blocks_of(head, blocks)",
+        "head += 1\n                first, *_, end = blocks",
     ),
     "dQ of a whole head is awaited in a part": (
-        "wide, split tail", "backward_store", "first, _, end = work.blocks_of(head, blocks)", "first, _, end = blocks"
+        "wide, split tail", "backward_store", "first, *_, end = work.blocks_of(head, blocks)", "first, *_, end = blocks"
     ),
     "the last part is left out": (
         "early sums, split tail", "backward_work",
@@ -177,7 +196,7 @@ def reports(kind, edits):
     """What the simulation says of changed kernels; None where many runs show nothing."""
     for seed in range(40):
         # Many steps; or queries that see no key
-        keys, ctas = (257, 65)[seed % 2], 2 if "in order" in kind else 1
+        keys, ctas = (257, 65, 700)[seed % (3 if "window" in kind else 2)], 2 if "in order" in kind else 1
         shape = Shape(1, 257, keys, heads_k=1, group=2, right=0, ctas=ctas, section=1)
         try:
             KINDS[kind](Problem(shape, seed), seed, edits)

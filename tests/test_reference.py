@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from defined import defined
 from problems import EXACT, HEADS, LENGTHS, asked, inputs
 
 from hopper_fa3.reference import blockwise, blockwise_kv_outer, standard
@@ -14,28 +15,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 ORDERS = (blockwise, blockwise_kv_outer)
 BLOCKS = ((8, 16), (5, 7), (64, 3), (1, 1))
-
-
-def looped(q, k, v, scale, left=None, right=None):
-    """Attention by its definition, one query at a time, in Python floats."""
-    batch, seqlen_q, heads, _ = q.shape
-    seqlen_k, group = k.shape[1], heads // k.shape[2]
-    out = torch.zeros(batch, seqlen_q, heads, v.shape[-1], dtype=torch.float64)
-    lse = torch.full((batch, heads, seqlen_q), -math.inf, dtype=torch.float64)
-    for b, i, h in itertools.product(range(batch), range(seqlen_q), range(heads)):
-        diagonal = i + seqlen_k - seqlen_q
-        first = 0 if left is None else max(0, diagonal - left)
-        last = seqlen_k - 1 if right is None else min(seqlen_k - 1, diagonal + right)
-        seen = range(first, last + 1)
-        scores = [scale * sum(x * y for x, y in zip(q[b, i, h].tolist(), k[b, j, h // group].tolist())) for j in seen]  # noqa: B905
-        if not scores:
-            continue
-        largest = max(scores)
-        total = sum(math.exp(score - largest) for score in scores)
-        lse[b, h, i] = largest + math.log(total)
-        for j, score in zip(seen, scores, strict=True):
-            out[b, i, h] += math.exp(score - largest) / total * v[b, j, h // group]
-    return out, lse
 
 
 def agree(given, expected, **tolerance):
@@ -47,7 +26,7 @@ def agree(given, expected, **tolerance):
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(0, 3), (3, 0), (1, 1), (1, 9), (9, 1), (7, 7), (6, 13), (13, 6)])
 def test_standard_is_the_definition(seqlen_q, seqlen_k, left, right):
     q, k, v = inputs(seqlen_q, seqlen_k, 6, 2, 5, 3, batch=1)
-    expected = looped(q, k, v, 0.7, left, right)
+    expected = defined(q, k, v, softmax_scale=0.7, left=left, right=right)
     agree(standard(q, k, v, softmax_scale=0.7, left=left, right=right), expected, **EXACT)
     as_floats = [x.float() for x in (q, k, v)]
     oracle = standard(*as_floats, softmax_scale=0.7, left=left, right=right, compute_dtype=torch.float64)
@@ -58,7 +37,7 @@ def test_standard_is_the_definition(seqlen_q, seqlen_k, left, right):
 @pytest.mark.parametrize(("heads", "heads_k", "head_dim", "head_dim_v"), HEADS)
 def test_standard_maps_heads_as_the_definition(heads, heads_k, head_dim, head_dim_v):
     q, k, v = inputs(3, 5, heads, heads_k, head_dim, head_dim_v)
-    agree(standard(q, k, v, right=0), looped(q, k, v, head_dim**-0.5, right=0), **EXACT)
+    agree(standard(q, k, v, right=0), defined(q, k, v, softmax_scale=head_dim**-0.5, right=0), **EXACT)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
@@ -114,7 +93,7 @@ def test_scales(scale, order):
     q, k, v = inputs(20, 45)
     for causal in (False, True):
         problem = asked(q, k, v, softmax_scale=scale, causal=causal)
-        expected = looped(q[:1], k[:1], v[:1], scale, right=problem.right)
+        expected = defined(q[:1], k[:1], v[:1], softmax_scale=scale, right=problem.right)
         agree([x[:1] for x in order(problem, q, k, v, block_q=8, block_k=16)], expected, **EXACT)
 
 

@@ -1,0 +1,90 @@
+"""Checks of single arguments. All errors have one style: the rule, then what was given."""
+
+import numbers
+
+import torch
+
+# The kernel works in base 2: scale * log2(e) must be finite in float32
+SCALE_LIMIT = 2.0**127
+# The smallest normal float32: what is divided by a smaller one may become inf, or NaN where it is 0
+SMALLEST_SOFTCAP = 2.0**-126
+
+
+def checked_scale(softmax_scale):
+    """The scale as a float."""
+    if not isinstance(softmax_scale, numbers.Real):
+        raise TypeError(f"softmax_scale must be a number or None, got {shown(softmax_scale)}")
+    if not abs(softmax_scale) < SCALE_LIMIT:  # also true for NaN
+        raise ValueError(f"softmax_scale must be finite and below 2**127 in magnitude, got {softmax_scale}")
+    return float(softmax_scale)
+
+
+def checked_softcap(softcap):
+    """The softcap as a float, 0.0 for none."""
+    if not isinstance(softcap, numbers.Real):
+        raise TypeError(f"softcap must be a number, got {shown(softcap)}")
+    if not (softcap == 0 or SMALLEST_SOFTCAP <= softcap < SCALE_LIMIT):
+        raise ValueError(f"softcap must be 0 (none), or from 2**-126 to below 2**127, got {softcap}")
+    return abs(float(softcap))  # no -0.0: equal problems have equal fields
+
+
+def check_sink(sink, q):
+    """Raise where ``sink`` is not None and no logit for each head of q."""
+    if sink is None:
+        return
+    require_tensor("sink", sink)
+    if sink.dtype not in (torch.float32, q.dtype):
+        raise TypeError(f"sink must have dtype float32 or q's, {name_of(q.dtype)}, got {name_of(sink.dtype)}")
+    if tuple(sink.shape) != (q.shape[2],):
+        raise ValueError(f"sink must have shape (heads,), here {(q.shape[2],)}, got {tuple(sink.shape)}")
+    _check_device("sink", sink, q)
+
+
+def check_alibi_slopes(slopes, q):
+    """Raise where ``slopes`` is not None and no slope for each head of q, or for each of each batch entry."""
+    if slopes is None:
+        return
+    require_tensor("alibi_slopes", slopes)
+    if slopes.dtype != torch.float32:
+        raise TypeError(f"alibi_slopes must have dtype float32, got {name_of(slopes.dtype)}")
+    legal = (q.shape[2],), (q.shape[0], q.shape[2])
+    if tuple(slopes.shape) not in legal:
+        rule = f"alibi_slopes must have shape (heads,) or (batch, heads), here {legal[0]} or {legal[1]}"
+        raise ValueError(f"{rule}, got {tuple(slopes.shape)}")
+    _check_device("alibi_slopes", slopes, q)
+
+
+def _check_device(name, tensor, q):
+    if tensor.device != q.device:
+        raise RuntimeError(f"{name} must be on q's device {q.device}, got {tensor.device}")
+
+
+def check_flag(name, value):
+    """Raise where a value is no flag."""
+    if not isinstance(value, int):  # a tensor could change its value under the memo of api.py
+        raise TypeError(f"{name} must be True or False, got {shown(value)}")
+
+
+def require_tensor(name, value):
+    """Raise where ``value`` is no tensor with strides."""
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {shown(value)}")
+    if value.layout != torch.strided or value.is_nested:
+        raise TypeError(f"{name} must be a dense tensor, got {'a nested one' if value.is_nested else value.layout}")
+
+
+def is_integer(value):
+    """True for an int that is no bool."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def name_of(dtype):
+    """``"bfloat16"`` for torch.bfloat16."""
+    return str(dtype).removeprefix("torch.")
+
+
+def shown(value):
+    """How an error names what was given: plain values as they are, all else by its type."""
+    if isinstance(value, str):
+        return value
+    return repr(value) if value is None or isinstance(value, (int, float)) else type(value).__name__
