@@ -7,6 +7,7 @@ import tables
 import yardsticks
 
 FORWARDS, GRADIENTS = ("kernel", "public"), ("autograd",)  # the first that was measured is drawn
+REPLAYED = {"kernel": "graph", "autograd": "autograd graph"}  # drawn instead, where measured: no host time hides in it
 WHAT = {"windows": "Sliding windows", "varlen": "Packed sequences", "scores": "Softcap, sink, ALiBi slopes"}
 LINE = "matmul"
 
@@ -15,8 +16,8 @@ def bars(rows, facts):
     """TFLOP/s in a group of bars a case: a column a head dim, a row for the forward and one for gradients. On the bars
     of ours stands the share that they keep of the speed of a plain call (yardsticks.Share).
     """
-    measured = {row.kind for row in rows}
-    kinds = [next((kind for kind in kinds if kind in measured), None) for kinds in (FORWARDS, GRADIENTS)]
+    known = {row.kind for row in rows}
+    kinds = [next((kind for kind in kinds if kind in known), None) for kinds in (FORWARDS, GRADIENTS)]
     kinds = [kind for kind in kinds if kind]
     head_dims = sorted({row.head_dim for row in rows if row.kind in kinds})
     groups = {head_dim: _groups(rows, head_dim) for head_dim in head_dims}
@@ -26,16 +27,23 @@ def bars(rows, facts):
     shape = {"sharey": "row", "gridspec_kw": {"width_ratios": widths}}
     figure, axes = plots.canvas(len(kinds), len(head_dims), size, **shape)
     for (i, kind), (j, head_dim) in itertools.product(enumerate(kinds), enumerate(head_dims)):
-        panel = [row for row in rows if (row.kind, row.head_dim) == (kind, head_dim)]
-        _panel(axes[i, j], panel, groups[head_dim], names)
+        panel = [row for row in _drawn(rows, kind) if row.head_dim == head_dim]
+        _panel(axes[i, j], panel, groups[head_dim], names, tables.cells(rows))
         axes[i, j].set_title(f"head_dim {head_dim}, {'gradients' if kind in GRADIENTS else 'forward'}", fontsize=10)
     for axis in axes[:, 0]:
         axis.set_ylabel("TFLOP/s")
     plots.legend(figure, axes)
     how = yardsticks.OWN.get(next((name for name in names if name in yardsticks.OWN), None))
-    noted = f"; on ours: its share of that of {_own(names)}, {how}" if how else ""
+    noted = f"; on ours: share of the speed of {_own(names)}, {how}" if how else ""
     plots.title(figure, f"{WHAT[plots.first_suite(facts)]}, bf16{noted}", facts)
     return figure
+
+
+def _drawn(rows, kind):
+    """Rows of a kind, or in their place those of replayed graphs."""
+    graphs = [row for row in rows if row.kind == REPLAYED.get(kind)]
+    replayed = {(row.cell._replace(kind=kind), row.name): row for row in graphs}
+    return [replayed.get((row.cell, row.name), row) for row in rows if row.kind == kind]
 
 
 def _own(names):
@@ -47,9 +55,9 @@ def _groups(rows, head_dim):
     return list(dict.fromkeys((row.feature, row.causal) for row in rows if row.head_dim == head_dim and row.feature))
 
 
-def _panel(axis, rows, groups, names):
+def _panel(axis, rows, groups, names, measured):
     width = 0.86 / len(names)
-    shares = {key: yardsticks.share(cell, cell) for key, cell in tables.cells(rows).items()}
+    shares = {row.cell: yardsticks.share_of(row.cell, measured) for row in rows}
     for i, name in enumerate(names):
         style = plots.STYLES[name]
         mine = [row for row in rows if row.name == name]

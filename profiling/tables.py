@@ -181,16 +181,17 @@ def _totals(mine, shape):
         ratios = {key: ratio for key, cell in mine.items() if (ratio := speed_ratio(cell, rival)) is not None}
         if len(ratios) < 2:
             continue
-        long = [ratio for key, ratio in ratios.items() if key.seqlen >= LONG and not _other(mine[key])]
+        counted = [key for key in ratios if key.feature or (key.seqlen >= LONG and not _other(mine[key]))]
         least = min(ratios, key=ratios.get)
         text = f"least ours / {rival}:"
-        if long:
+        if counted:
             lengths = "the grid's lengths" if "heads" in shape else "lengths"
             if kind in GRADIENTS:
-                sizes = sorted({key.head_dim for key in ratios if key.seqlen >= LONG and not _other(mine[key])})
+                sizes = sorted({key.head_dim for key in counted})
                 lengths = f"D {', '.join(map(str, sizes))} and {lengths}"
-            mean, counted = statistics.geometric_mean(long), "all cells" if "case" in shape else f"{lengths} >= {LONG}"
-            text = f"geometric mean of ours / {rival} over {counted}: {mean:.2f}; least"
+            mean = statistics.geometric_mean([ratios[key] for key in counted])
+            where = "all cells" if "case" in shape else f"{lengths} >= {LONG}"
+            text = f"geometric mean of ours / {rival} over {where}: {mean:.2f}; least"
         lines.append(f"- {text} {ratios[least]:.2f} ({_place(least, shape)})")
     return [*lines, ""] if lines else []
 
@@ -201,7 +202,7 @@ def _place(key, shape):
     grouped = f", {heads(key)} heads" if "heads" in shape and key.heads != key.heads_k else ""
     batch = f", batch {key.batch}" if "batch" in shape else ""
     if key.feature:
-        return f"D {dims(key)} {key.feature}" + (f" {mask(key)}" if "mask" in shape else "")
+        return f"D {dims(key)}, {key.feature}" + (f", {mask(key)}" if "mask" in shape else "")
     return f"D {dims(key)}{dtype} {mask(key)}{grouped}{batch}, {key.seqlen}"
 
 
