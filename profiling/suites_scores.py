@@ -23,10 +23,6 @@ class Scored(Case):
 
     change: str = ""
 
-    @property
-    def name(self):
-        return f"{self.change}-{super().name}" if self.change else super().name
-
 
 def scored(change, head_dim, causal, batch=TOKENS // SEQLEN, seqlen=SEQLEN):
     heads = max(1, WIDTH // head_dim)

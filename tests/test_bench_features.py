@@ -90,7 +90,7 @@ def test_packed_lengths_are_the_seeds_and_fill_all_tokens():
     assert [(case.head_dim, case.mix, case.causal) for case in cases] == list(
         itertools.product((64, 128), ("16 x 1024", "64 lognormal"), (False, True))
     )
-    assert {case.seqlen_q for case in cases} == {16384} and len({case.name for case in cases}) == 8
+    assert {case.seqlen_q for case in cases} == {16384} and len({(case.name, case.mix) for case in cases}) == 8
     uniform, tailed = cases[1], cases[2]
     assert cost.teraflops(uniform, 1e-3) == pytest.approx(4 * 2048 * 16 * 1024**2 / 2 * 1e-9)
     same, near = suites_packed.batched(uniform), suites_packed.batched(tailed)
@@ -250,7 +250,7 @@ def run_small(monkeypatch, tmp_path, name):
     cases, exact = SMALL[name]
     public = bench.OURS._replace(kernel=suites.ours_public)
     suite = bench.SUITES[name]
-    ours = suite.ours._replace(kernel=suite.ours.public)
+    ours = suite.ours if name == "varlen" else suite.ours._replace(kernel=suite.ours.public)
     peer = Peer("fa4", lambda: None, peers_features.fa4_refuses if name == "scores" else peers.never, exact, exact)
     calls = {"replay": lambda entrant, tensors: entrant.public(*tensors), "replayed": lambda case: True}
     (gradients,) = suite.also
@@ -321,7 +321,8 @@ def test_a_run_of_packed_sequences(monkeypatch, tmp_path):
     code, stem = run_small(monkeypatch, tmp_path, "varlen")
     _, rows = tables.read(stem.with_suffix(".json"))
     assert code == 0
-    assert list(kinds_of(rows)) == ["kernel", "graph", "autograd", "autograd graph"]
+    assert list(kinds_of(rows)) == ["kernel", "public", "graph", "autograd", "autograd graph"]
+    assert kinds_of(rows)["public"] == ["ours"]  # what stands for fa4 has one way only
     assert kinds_of(rows)["kernel"] == ["ours", "fa4", "ours batched", "matmul"]
     kernel = stem.with_suffix(".md").read_text().split("### ")[1]
     for line in (
@@ -346,6 +347,17 @@ def test_a_run_of_changed_scores(monkeypatch, tmp_path):
     ):  # fmt: skip
         assert line in public
     check_redrawn(stem, tmp_path)
+
+
+def test_a_wrong_window_is_found_and_the_yardsticks_are_not(monkeypatch, tmp_path):
+    """ "ours dense" computes something else, which is no fault; a peer that looks at one key more is."""
+    cases, exact = SMALL["windows"]
+    wide = lambda q, k, v, causal, window: exact(q, k, v, causal, (window[0] + 1, 0))  # noqa: E731
+    monkeypatch.setitem(SMALL, "windows", (cases[:1], wide))
+    code, stem = run_small(monkeypatch, tmp_path, "windows")
+    assert code == 1 and stem.with_suffix(".json").exists()
+    run = bench.Bench(bench.parser().parse_args(["--suite", "windows"]), [], None, None)
+    assert run.name(cases[0]).endswith("d16_16-causal-window-8")
 
 
 def test_gradients_include_that_of_a_sink():
