@@ -34,6 +34,11 @@ def packing(lengths, device):
     return Packing(offsets, max(lengths))
 
 
+def both(where):
+    """Offsets of the queries and of the keys, then the longest of each."""
+    return where.offsets, where.offsets, where.longest, where.longest
+
+
 def torch_packed_missing():
     try:
         from torch.nn.attention.varlen import varlen_attn  # noqa: F401  (is it there?)
@@ -50,8 +55,7 @@ def torch_packed(q, k, v, causal, where):
 def torch_banded(q, k, v, where, window_size):
     from torch.nn.attention.varlen import varlen_attn
 
-    given = (where.offsets, where.offsets, where.longest, where.longest)
-    return Launch(lambda: varlen_attn(q, k, v, *given, window_size=window_size))
+    return Launch(lambda: varlen_attn(q, k, v, *both(where), window_size=window_size))
 
 
 def torch_window(q, k, v, causal, window_size):
@@ -90,7 +94,7 @@ def fa4_packed(q, k, v, causal, where):
 
 def _fa4_lengths(where):
     names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-    return dict(zip(names, (where.offsets, where.offsets, where.longest, where.longest), strict=True))
+    return dict(zip(names, both(where), strict=True))
 
 
 PACKED = others(

@@ -6,15 +6,17 @@ import functools
 import random
 from dataclasses import dataclass
 
+import torch
 from cost import backward_teraflops, teraflops
 from peers import Peer, never
 from peers_features import PACKED as PEERS
-from peers_features import packing
+from peers_features import both, packing
 from selection import TOKENS, WIDTH, Case
 from suites import BACKWARD, FORWARD, Yardstick, forwards, gradient, masks, replayed
 from timing import Launch, graph
 
 from hopper_fa3 import flash_attn_varlen_func
+from hopper_fa3.problem_packed import PackedProblem
 
 HEAD_DIMS, UNIFORM = (64, 128), 16 * (1024,)
 # Lengths of exp(normal) grow by this power of e per standard deviation: the longest of 64 is a fifth of all tokens
@@ -69,13 +71,17 @@ def arguments(inputs, case):
 
 
 def ours_kernel(q, k, v, causal, where):
-    """Into an output allocated once; the public function's other host time is in it, which replayed graphs hide."""
-    return ours_public(q, k, v, causal, where, out=v.new_empty((*q.shape[:-1], v.shape[-1])))
+    """The launch alone, into an output allocated once: see suites.ours_kernel."""
+    from hopper_fa3 import launch_packed
+
+    problem = PackedProblem.from_tensors(q, k, v, *both(where), causal=causal)
+    recipe, lengths = launch_packed.prepare(problem, q, k, v), (where.offsets, where.offsets, None, None)
+    out = torch.empty_like(recipe.out)
+    return Launch(lambda: launch_packed.execute(recipe, q, k, v, lengths, out)[0])
 
 
-def ours_public(q, k, v, causal, where, out=None):
-    given = (where.offsets, where.offsets, where.longest, where.longest)
-    return Launch(lambda: flash_attn_varlen_func(q, k, v, *given, causal=causal, out=out))
+def ours_public(q, k, v, causal, where):
+    return Launch(lambda: flash_attn_varlen_func(q, k, v, *both(where), causal=causal))
 
 
 def cases(options):

@@ -5,6 +5,7 @@ import itertools
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from bench_runs import FakeClock, cases_of
 from peers import Peer
 from timing import Launch
 
+import hopper_fa3
 from hopper_fa3 import flash_attn_func, flash_attn_varlen_func, plan, reference
 
 FACTS = {"gpu": "some GPU", "date": "2026-11-30 01:00 UTC", "commit": "abc", "copy_tb_per_s": 4.2}
@@ -219,13 +221,29 @@ def exact_window(q, k, v, causal, window_size):
 
 
 def exact_packed(q, k, v, causal, where):
-    given = (where.offsets, where.offsets, where.longest, where.longest)
+    given = peers_features.both(where)
     return Launch(lambda: flash_attn_varlen_func(*(x.float() for x in (q, k, v)), *given, causal=causal).to(q.dtype))
 
 
 def exact_scores(q, k, v, causal, keywords, sink):
     given = keywords | {"sink": sink}
     return Launch(lambda: flash_attn_func(*(x.float() for x in (q, k, v)), causal=causal, **given).to(q.dtype))
+
+
+class PackedLaunches:
+    """What stands for hopper_fa3.launch_packed: the CPU path behind the same two functions."""
+
+    @staticmethod
+    def prepare(problem, q, k, v):
+        return SimpleNamespace(problem=problem, out=q.new_empty(1).expand(problem.out_shape))
+
+    @staticmethod
+    def execute(recipe, q, k, v, lengths, out):
+        offsets, offsets_k, used_q, used_k = lengths
+        longest, causal = int(offsets.diff().max()), recipe.problem.right == 0
+        assert offsets is offsets_k and used_q is used_k is None
+        given = (offsets, offsets, longest, longest)
+        return flash_attn_varlen_func(q, k, v, *given, causal=causal, out=out, return_attn_probs=True)
 
 
 SMALL = {
@@ -251,6 +269,7 @@ def run_small(monkeypatch, tmp_path, name):
     public = bench.OURS._replace(kernel=suites.ours_public)
     suite = bench.SUITES[name]
     ours = suite.ours if name == "varlen" else suite.ours._replace(kernel=suite.ours.public)
+    monkeypatch.setattr(hopper_fa3, "launch_packed", PackedLaunches, raising=False)
     peer = Peer("fa4", lambda: None, peers_features.fa4_refuses if name == "scores" else peers.never, exact, exact)
     calls = {"replay": lambda entrant, tensors: entrant.public(*tensors), "replayed": lambda case: True}
     (gradients,) = suite.also
