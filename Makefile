@@ -30,7 +30,7 @@ help:
 	@echo "               CASE=d128-causal: of this one; DIFF=rev: what changed in them since that commit"
 	@echo
 	@echo "On a Hopper GPU; results go to profiling/results; ARGS=--help lists the options of each:"
-	@echo "make bench     ours beside PyTorch and FlashAttention-4; ARGS='--suite forward|backward|training|decode --others --deterministic --graph --host'"
+	@echo "make bench     ours beside PyTorch and FlashAttention-4; ARGS='--suite forward|backward|training|decode|windows|varlen|scores --others --deterministic --graph --host'"
 	@echo "make profile   CASE=d128-causal: Nsight Compute on one launch, and one page read from it"
 	@echo "make timeline  CASE=d128-causal: what each warpgroup does over time, as a picture and for Perfetto"
 	@echo "make ablation  the kernel without ping-pong, without overlap, without both; CASE as above, or four"

@@ -1,12 +1,15 @@
 """`make bench`: our attention beside PyTorch's backends, FlashAttention-4 and the machine's ceilings, on random data.
 
-Four suites: the forward, the backward, training (a forward and its backward in one launch) and decoding (one query a
-head). Every cell (head dim, length, mask) times all of them in interleaved rounds. ``--others`` adds cells beside the
-grid: other head dims, grouped heads, for the forward fp16 (suites.OTHERS, BACKWARD_OTHERS). Kinds of rows: "kernel"
-(events over many launches of the shortest way to each kernel), "public" (the same through the functions that people
-call), "autograd" (the same for torch.autograd.grad over a kept graph), "deterministic" (that with gradients that are
-bit-equal each time), "training" (forward, then torch.autograd.grad), "graph" (replayed launches, for short problems
-whose host time would hide the kernel) and "host" (the time that a warm call spends on the host).
+Suites: the forward, the backward, training (a forward and its backward in one launch) and decoding (one query a head);
+with their gradients also sliding windows, packed sequences, and scores changed by a softcap, a sink or ALiBi slopes
+(suites_windows.py, suites_packed.py, suites_scores.py), beside ours without them (suites.Yardstick). Every cell (head
+dim, length, mask) times all of them in interleaved rounds. ``--others`` adds cells beside the grid: other head dims,
+grouped heads, for the forward fp16 (suites.OTHERS, BACKWARD_OTHERS). Kinds of rows: "kernel" (events over many launches
+of the shortest way to each kernel), "public" (the same through the functions that people call), "autograd" (the same
+for torch.autograd.grad over a kept graph), "deterministic" (that with gradients that are bit-equal each time),
+"training" (forward, then torch.autograd.grad), "graph" (replayed launches, for short problems whose host time would
+hide the kernel; "autograd graph" for gradients beside forwards) and "host" (the time that a warm call spends on the
+host).
 """
 
 import argparse
@@ -15,23 +18,37 @@ import time
 
 import environment
 import plots
+import plots_features
+import suites
 import tables
 import torch
 from peers import PEERS, REFUSALS, refusal
 from peers import versions as peer_versions
 from progress import Progress, say
 from selection import TOKENS, WIDTH
-from suites import OURS, SUITES, Inputs, apart, ceiling_facts, ceiling_rates, ceilings, other_cases, shapes
+from suites import OURS, Inputs, apart, ceiling_facts, ceiling_rates, ceilings, other_cases, plain, shapes
+from suites_packed import PACKED
+from suites_scores import SCORES
+from suites_windows import WINDOWS
 from timing import EventClock, HostClock, Launch, interleaved
 
 from hopper_fa3.kernels.config import SHORT_DTYPES
 
+SUITES = suites.SUITES | {suite.name: suite for suite in (WINDOWS, PACKED, SCORES)}
 HOST_SECONDS = 0.005
 LONGEST_ROUND, SHORTEST_ROUND = 0.04, 0.004  # seconds a callable gets in one round
 AGREEMENT = 0.02  # of the largest output: two bf16 kernels differ by their rounding, far less than this
 COMPARED = "deterministic"  # of this kind outputs are compared as well as of a suite's first
 UNBOUND = ("public", COMPARED)  # kinds without the ceiling: it shares their rounds in the suite's first kind
-SHAPES = ("head_dims", "seqlens", "causal", "tokens", "width", "group", "others")  # options that decoding does not take
+SHAPES = (
+    "head_dims",
+    "seqlens",
+    "causal",
+    "tokens",
+    "width",
+    "group",
+    "others",
+)  # options that suites with cases of their own do not take
 
 
 def numbers(text):
@@ -87,15 +104,19 @@ def wrong(options):
             return f"bench knows the {what} {', '.join(known)}, got {', '.join(sorted(unknown))}"
     if options.rounds < 1:
         return "bench needs --rounds of at least 1"
-    suites = [SUITES[name] for name in options.suite]
-    if options.deterministic and not suites[0].deterministic:
-        return f"only the backward suite has deterministic gradients of its own, got --suite {suites[0].name}"
-    if all(suite.shapes for suite in suites):
+    chosen = [SUITES[name] for name in options.suite]
+    if options.deterministic and not chosen[0].deterministic:
+        return f"only the backward suite has deterministic gradients of its own, got --suite {chosen[0].name}"
+    special = next((suite for suite in chosen if suite.shapes is None), None)
+    if special is None:
         return wrong_shapes(options)
+    if options.head_dims and min(options.head_dims) < 1:
+        return "bench needs --head-dims of at least 1"
     set_here = [name for name in SHAPES if getattr(options, name) != parser().get_default(name)]
-    if len(suites) > 1 or set_here:
+    set_here = [name for name in set_here if name not in special.takes]
+    if len(chosen) > 1 or set_here:
         given = ", ".join(f"--{name.replace('_', '-')}" for name in set_here) or f"--suite {','.join(options.suite)}"
-        return f"the decode suite has shapes of its own, got {given}"
+        return f"the {special.name} suite has shapes of its own, got {given}"
     return None
 
 
@@ -128,8 +149,9 @@ class Bench:
 
     def __init__(self, options, peers, clocks, progress):
         self.options, self.clocks, self.progress = options, clocks, progress
-        self.suites, self.entrants = [SUITES[name] for name in options.suite], [OURS, *peers]
+        self.suites = [one for name in options.suite for one in (SUITES[name], *SUITES[name].also)]
         self.suite = self.suites[0]  # the others take part in its cells
+        self.entrants = [self.suite.ours, *peers]
         self.started = time.monotonic()
         self.rows, self.disagreements = [], []
         self.fresh = 0  # rows before the last cell's
@@ -151,7 +173,7 @@ class Bench:
         """``make(entrant, tensors)``, kind -> Launch, each called once; {} where the entrant does not take these
         inputs, which is said with its reason (and of ``what``).
 
-        From ours only "not built yet" is a reason: all else is a fault and is raised.
+        From ours and its yardsticks only "not built yet" is a reason: all else is a fault and is raised.
         """
         found = {}
 
@@ -161,7 +183,7 @@ class Bench:
                 with one.context():
                     one.call()
 
-        errors = NotImplementedError if entrant is OURS else REFUSALS
+        errors = NotImplementedError if entrant.name.startswith(OURS.name) else REFUSALS
         why = entrant.refuses(*tensors) or refusal(Launch(attempt), errors)
         name = entrant.name + what
         if why and (name, why) not in self.refusals:
@@ -172,15 +194,17 @@ class Bench:
     def cell(self, case, inputs, cells_left, suite=None):
         """Measure one case in every kind of row of a suite (of the first where none is named)."""
         suite, self.fresh = suite or self.suite, len(self.rows)
-        launches = self.launches(suite, case, (*inputs.views(case), case.causal))
+        launches = self.launches(suite, case, suite.arguments(inputs, case))
         if not launches:
             return
         kinds = list(dict.fromkeys(kind for kind, _ in launches))
         launches = {key: launches[key] for kind in kinds for key in launches if key[0] == kind}
+        own = self.yardsticks(suite, case, inputs) if (kinds[0], "ours") in launches else {}
         for kind in (kinds[0], COMPARED):
             wrong = self.compare(case, kind, {name: one for (made, name), one in launches.items() if made == kind})
             launches = {key: one for key, one in launches.items() if key[1] not in wrong}
-        launches |= {(kind, suite.ceiling): self.ceiling for kind in kinds if kind not in UNBOUND}
+        launches |= own
+        launches |= {(kind, suite.ceiling): self.ceiling for kind in kinds if kind not in UNBOUND or kind == kinds[0]}
         seconds = pace(self.left(), cells_left, len(launches), self.options.rounds)
         start = time.monotonic()
         times = interleaved(launches, EventClock(), rounds=self.options.rounds, seconds_per_round=seconds)
@@ -192,15 +216,22 @@ class Bench:
         for entrant in self.entrants:
             mine = self.made(entrant, tensors, suite.kinds)
             if mine and self.replays(suite, case):
-                mine |= self.made(entrant, tensors, lambda *asked: {"graph": suite.replay(*asked)}, ", graph")
+                mine |= self.made(entrant, tensors, suite.replays, f", {suite.graph_kind}")
             if mine and self.options.deterministic and suite.deterministic and entrant.deterministic:
                 mine |= self.made(entrant, tensors, suite.deterministic, ", deterministic")
             found |= {(kind, entrant.name): one for kind, one in mine.items()}
         return found
 
+    def yardsticks(self, suite, case, inputs):
+        """(kind, name) -> Launch of ours in the cases that it is measured by. Their results are other ones."""
+        found = {}
+        for name, of in suite.yardsticks:
+            made = self.made(OURS._replace(name=name), plain(inputs, of(case)), suite.kinds)
+            found |= {(kind, name): one for kind, one in list(made.items())[:1]}
+        return found
+
     def replays(self, suite, case):
-        asked = self.options.graph and suite is self.suite
-        return asked and (suite.replayed is None or case.seqlen_k in suite.replayed)
+        return self.options.graph and suite in (self.suite, *self.suite.also) and suite.replayed(case)
 
     def compare(self, case, kind, launches):
         """The peers whose outputs are wrong, which are left out and named: a fast wrong kernel must not look like a
@@ -210,28 +241,37 @@ class Bench:
         found = {name: apart(launches["ours"], launches[name]) for name in others}
         wrong = {name: f"{value:.3g} of its largest value" for name, value in found.items() if not value <= AGREEMENT}
         if len(others) - len(wrong) < len(wrong):
-            self.disagreements += [f"{case.name}, {kind}: ours differs from {name} by {wrong[name]}" for name in wrong]
+            where = f"{self.name(case)}, {kind}"
+            self.disagreements += [f"{where}: ours differs from {name} by {wrong[name]}" for name in wrong]
             return ()
         right = ", ".join(name for name in others if name not in wrong)
         for name, apart_by in wrong.items():
-            why = f"wrong in {case.name}, {kind}: {apart_by} from ours, which is that of {right}"
+            why = f"wrong in {self.name(case)}, {kind}: {apart_by} from ours, which is that of {right}"
             self.refusals[name, why] = None
             self.progress.note(f"  without {name}, {why}")
         return tuple(wrong)
 
+    def name(self, case):
+        feature = self.suite.feature(case)
+        return f"{case.name}-{feature.replace(' ', '-')}" if feature else case.name
+
     def record(self, suite, case, times, clock):
+        counted = {OURS.name: case} | {name: of(case) for name, of in suite.yardsticks}
         for (kind, name), timing in times.items():
             seconds = timing.median
-            rates = ceiling_rates(name, seconds) if name == suite.ceiling else suite.rates(case, seconds)
+            counts = counted.get(name, case)
+            rates = ceiling_rates(name, seconds) if name == suite.ceiling else suite.rates(counts, seconds)
             flops, bandwidth = (None, None) if kind == "host" else rates
-            *shape, head_dim_v, dtype = tables.Cell.of(kind, case)
+            *shape, head_dim_v, dtype, feature = tables.Cell.of(kind, case, suite.feature(case))
             figures = (seconds * 1e6, timing.spread, flops, *clock, bandwidth)
-            self.rows.append(tables.Row(*shape, name, *figures, head_dim_v, dtype, case in self.others))
+            work = suite.work(counts) if name in counted and kind != "host" else None
+            also = (case in self.others, feature, work)
+            self.rows.append(tables.Row(*shape, name, *figures, head_dim_v, dtype, *also))
 
     def host(self, inputs):
         """Host time of warm calls on a small problem, in the first suite."""
         case = self.suite.host_case
-        tensors = (*inputs.views(case), case.causal)
+        tensors = self.suite.arguments(inputs, case)
         launches = {}
         for entrant in self.entrants:
             found = self.made(entrant, tensors, lambda *asked: {"host": self.suite.host(*asked)}, ", host")
@@ -240,11 +280,14 @@ class Bench:
         times = interleaved(launches, clock, rounds=self.options.rounds, seconds_per_round=HOST_SECONDS, warm_up=20)
         self.record(self.suite, case, times, (None, None))
 
+    def label(self, case):
+        return " ".join(word for word in (label(case), self.suite.feature(case)) if word)
+
     def measured(self, case):
         """A case's rows of the kind that the last cell measured first, in words."""
-        shape, rows = tables.Cell.of("", case)[1:], self.rows[self.fresh :]
+        shape, rows = tables.Cell.of("", case, self.suite.feature(case))[1:], self.rows[self.fresh :]
         found = [cell for key, cell in tables.cells(rows).items() if key.kind != "host" and key[1:] == shape]
-        return f"{label(case)}: {tables.summary(found[0]) if found else 'nothing runs here'}"
+        return f"{self.label(case)}: {tables.summary(found[0]) if found else 'nothing runs here'}"
 
 
 def label(case):
@@ -262,7 +305,8 @@ def measure(bench, cases):
     progress.note("measuring the ceilings: an 8192 x 8192 bf16 matrix product and a device-to-device copy")
     found = bench.ceilings()
     progress.note(f"  {found['matmul_tflops']} TFLOP/s, {found['copy_tb_per_s']} TB/s")
-    inputs = Inputs([*cases, bench.suite.host_case])
+    own = [of(case) for suite in bench.suites for _, of in suite.yardsticks for case in cases]
+    inputs = Inputs([*cases, *own, bench.suite.host_case])
     if bench.options.host:
         bench.host(inputs)
     cells = [(case, suite) for case in cases for suite in bench.suites]
@@ -272,20 +316,20 @@ def measure(bench, cases):
             progress.note(f"budget of {bench.options.budget:.0f} s is spent: {left} cells are left out")
             break
         named = "" if suite is bench.suite else f"{suite.name} "
-        progress.begin(f"{named}{label(case)}")
+        progress.begin(f"{named}{bench.label(case)}")
         bench.cell(case, inputs, left, suite)
         progress.end(f"{named}{bench.measured(case)}")
     progress.close()
     return found
 
 
-def available(names):
-    """The peers that can run here, and (name, why) of the others, which is also said."""
+def available(names, known):
+    """The peers (name -> Peer) that can run here, and (name, why) of the others, which is also said."""
     chosen, absent = [], {}
     for name in names:
-        why = PEERS[name].missing()
+        why = known[name].missing()
         if why is None:
-            chosen.append(PEERS[name])
+            chosen.append(known[name])
         else:
             absent[name, why] = None
             say(f"without {name}: {why}")
@@ -295,37 +339,50 @@ def available(names):
 def facts_of(options, found, left_out):
     """All that must stand beside the figures."""
     facts = environment.describe(peer_versions(), options.commit) | found
-    facts |= {"suite": ",".join(options.suite), "rounds": options.rounds}
-    if SUITES[options.suite[0]].shapes:
+    suite = SUITES[options.suite[0]]
+    facts |= {"suite": ",".join(options.suite), "rounds": options.rounds} | dict(suite.facts)
+    if suite.shapes:
         facts |= {"tokens": options.tokens, "width": options.width, "group": options.group}
     if options.others is not None:
         facts["others"] = ", ".join(shapes(options).others)
     return facts | {"left out": "; ".join(f"{name}: {why}" for name, why in left_out) or "nothing"}
 
 
+def picture(rows, facts):
+    return (plots_features.bars if any(row.feature for row in rows) else plots.rates)(rows, facts)
+
+
+def part(options):
+    """What a file's name says of a run that took a part of a suite's own cases, so that the parts lie side by side."""
+    if SUITES[options.suite[0]].shapes or not options.head_dims:
+        return ""
+    return "-d" + "_".join(map(str, options.head_dims))
+
+
 def main(arguments=None):
     options = parser().parse_args(arguments)
     if options.source:
-        return tables.redraw("bench", options, tables.markdown, plots.rates)
+        return tables.redraw("bench", options, tables.markdown, picture)
     folder = options.out or environment.RESULTS
     complaint = wrong(options) or environment.obstacle("bench", folder)
     if complaint:
         say(complaint)
         return 2
-    peers, absent = available([name for name in words(options.peers) if name])
-    cases = SUITES[options.suite[0]].cases(options)
+    suite = SUITES[options.suite[0]]
+    peers, absent = available([name for name in words(options.peers) if name], suite.peers)
+    cases = suite.cases(options)
     with torch.no_grad(), environment.Clocks() as clocks:
-        bench = Bench(options, peers, clocks, Progress(len(cases) * len(options.suite)))
+        bench = Bench(options, peers, clocks, Progress(len(cases) * (len(options.suite) + len(suite.also))))
         found = measure(bench, cases)
     if not any(row.kind != "host" for row in bench.rows):
         say("bench: neither ours nor a peer runs any of these cases")
         return 1
     facts = facts_of(options, found, [*absent, *bench.refusals])
     print(tables.markdown(bench.rows))
-    stem = environment.stem(options.suite[0], facts)
+    stem = environment.stem(suite.name + part(options), facts)
     for path in tables.write(folder, stem, facts, bench.rows):
         say(f"wrote {path}")
-    plots.draw(folder / f"{stem}.png", plots.rates, bench.rows, facts)
+    plots.draw(folder / f"{stem}.png", picture, bench.rows, facts)
     for line in bench.disagreements:
         say(f"WRONG: {line}")
     return 1 if bench.disagreements else 0

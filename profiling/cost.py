@@ -23,6 +23,11 @@ def teraflops(case, seconds):
     return case.flops_convention / seconds * 1e-12
 
 
+def band_teraflops(case, seconds):
+    """TFLOP/s of a forward pass on the pairs that its mask lets through, exactly."""
+    return case.flops / seconds * 1e-12
+
+
 def backward_teraflops(case, seconds):
     """TFLOP/s of a backward pass by the usual count."""
     return BACKWARD * teraflops(case, seconds)

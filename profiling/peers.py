@@ -25,13 +25,13 @@ REFUSALS = Exception  # a peer's compiler raises errors of classes of its own
 
 
 class Peer(NamedTuple):
-    """Makes Launches of (q, k, v, causal): ``kernel`` the shortest way to its kernel, ``public`` what people call, and
-    ``deterministic`` the same where its gradients come out bit-equal each time.
+    """Makes Launches of (q, k, v, causal), and what else a suite's cases ask for: ``kernel`` the shortest way to its
+    kernel, ``public`` what people call, ``deterministic`` the same where its gradients come out bit-equal each time.
     """
 
     name: str
     missing: Callable  # () -> why it is not available, or None
-    refuses: Callable  # (q, k, v, causal) -> why it cannot run these inputs, or None
+    refuses: Callable  # the same arguments -> why it cannot run these inputs, or None
     kernel: Callable
     public: Callable
     deterministic: Callable | None = None  # None: it has no such option of a call
@@ -141,15 +141,15 @@ def fa4_missing():
     return module if isinstance(module, str) else None
 
 
-def fa4_kernel(q, k, v, causal):
+def fa4_kernel(q, k, v, causal, **options):
     """Without the autograd wrapper, into a given output: the least host time that its Python offers."""
     forward, out = flash_attention_4()._flash_attn_fwd, v.new_empty((*q.shape[:-1], v.shape[-1]))
-    return Launch(lambda: forward(q, k, v, causal=causal, return_lse=True, out=out)[0])
+    return Launch(lambda: forward(q, k, v, causal=causal, return_lse=True, out=out, **options)[0])
 
 
-def fa4_public(q, k, v, causal, deterministic=False):
+def fa4_public(q, k, v, causal, **options):
     function = flash_attention_4().flash_attn_func
-    return Launch(lambda: first(function(q, k, v, causal=causal, deterministic=deterministic)))
+    return Launch(lambda: first(function(q, k, v, causal=causal, **options)))
 
 
 def xformers_missing():
@@ -181,7 +181,7 @@ def first(result):
     return result[0] if isinstance(result, tuple) else result
 
 
-def never(q, k, v, causal):
+def never(*arguments):
     """No inputs are known beforehand to be refused."""
     return None
 

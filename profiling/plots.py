@@ -18,6 +18,10 @@ class Style(NamedTuple):
 
 STYLES = {
     "ours": Style("hopper_fa3", "#b2182b", "o", "-", ""),
+    "ours dense": Style("hopper_fa3, dense", "#f4a582", "<", "--", "\\\\\\"),
+    "ours causal": Style("hopper_fa3, causal", "#fddbc7", ">", ":", "///"),
+    "ours batched": Style("hopper_fa3, equal lengths", "#f4a582", "h", "--", "||"),
+    "ours plain": Style("hopper_fa3, plain scores", "#f4a582", "d", "--", "|"),
     "fa4": Style("FlashAttention-4", "#2166ac", "s", "--", "//"),
     "cudnn": Style("cuDNN", "#1b7837", "^", "-.", "\\\\"),
     "flash": Style("FlashAttention-2 (torch)", "#e08214", "v", ":", "xx"),

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import cost
 import torch
-from peers import Peer, never
+from peers import PEERS, Peer, never
 from selection import MASKS, Case
 from selection import case as case_of
 from timing import Launch, graph
@@ -24,15 +24,17 @@ BACKWARD_OTHERS = (*DIMS, "d256", GROUPED)
 DECODE_HEADS, DECODE_GROUP, DECODE_HEAD_DIM = 32, 4, 128
 
 
-def ours_kernel(q, k, v, causal, plan=None):
+def ours_kernel(q, k, v, causal, window_size=(-1, -1), plan=None):
     """The launch alone, into an output allocated once: validation, planning and the lookup happened before."""
-    recipe = launch.prepare(Problem.from_tensors(q, k, v, causal=causal), q, k, v, plan=plan)
+    problem = Problem.from_tensors(q, k, v, causal=causal, window_size=window_size)
+    recipe = launch.prepare(problem, q, k, v, plan=plan)
     out = torch.empty_like(recipe.out)
     return Launch(lambda: launch.execute(recipe, q, k, v, out)[0])
 
 
-def ours_public(q, k, v, causal, deterministic=False):
-    return Launch(lambda: flash_attn_func(q, k, v, causal=causal, deterministic=deterministic))
+def ours_public(q, k, v, causal, window_size=(-1, -1), deterministic=False):
+    options = {"window_size": window_size, "deterministic": deterministic}
+    return Launch(lambda: flash_attn_func(q, k, v, causal=causal, **options))
 
 
 ours_deterministic = functools.partial(ours_public, deterministic=True)
@@ -47,9 +49,20 @@ class Shapes(NamedTuple):
     others: tuple  # words of cases beside the grid
 
 
+class Yardstick(NamedTuple):
+    """Ours in another case than the cell's, whose time ours is measured by: it shares the cell's rounds."""
+
+    name: str  # of its row
+    of: Callable  # the cell's Case -> its Case, of q, k, v and causal alone
+
+
+def plain(inputs, case):
+    return *inputs.views(case), case.causal
+
+
 class Suite(NamedTuple):
-    """``kinds``, ``replay``, ``host`` and ``deterministic`` take (entrant, (q, k, v, causal)); the entrant is a Peer,
-    ours among them.
+    """``kinds``, ``replay``, ``host`` and ``deterministic`` take (entrant, arguments); the entrant is a Peer, maybe
+    ours.
     """
 
     name: str
@@ -57,12 +70,26 @@ class Suite(NamedTuple):
     cases: Callable  # parsed options -> Cases in the order they are measured
     kinds: Callable  # -> kind of row -> Launch; the first kind is the one that outputs are compared of and drawn
     replay: Callable  # -> Launch that replays a CUDA graph
-    replayed: tuple | None  # lengths that --graph replays; None: all
+    replayed: Callable  # Case -> whether --graph replays it
     host: Callable  # -> Launch whose host time is measured
     host_case: Case  # small: the GPU is done long before the host
     ceiling: str  # takes part in every cell: "matmul" or "copy"
     rates: Callable  # (case, seconds) -> (TFLOP/s or None, TB/s or None)
     deterministic: Callable | None = None  # -> kind of row -> Launch, of entrants that have a deterministic way
+    ours: Peer = OURS
+    peers: dict = PEERS
+    arguments: Callable = plain  # (Inputs, Case) -> what the peers are called with: q, k, v and all else
+    also: tuple = ()  # Suites that take part in the cells of this one: its gradients
+    yardsticks: tuple = ()  # their kind of row is the first of ``kinds``
+    graph_kind: str = "graph"  # of the rows of ``replay``
+    feature: Callable = lambda case: ""  # Case -> what tells it from a plain one, in a word or two
+    work: Callable = lambda case: None  # Case -> what the time of our kernel should be proportional to; None: FLOPs
+    takes: tuple = ()  # options about shapes that a suite with cases of its own takes nevertheless
+    facts: tuple = ()  # (name, text): what must stand beside its figures
+
+    def replays(self, entrant, tensors):
+        """Kind of row -> Launch that replays a CUDA graph."""
+        return {self.graph_kind: self.replay(entrant, tensors)}
 
 
 def forwards(entrant, tensors):
@@ -73,10 +100,15 @@ def forwards(entrant, tensors):
 
 
 def differentiable(entrant, tensors):
-    """``(q, k, v that want gradients, Launch of the forward)``; in grad mode."""
-    *inputs, causal = tensors
-    wanting = tuple(tensor.detach().requires_grad_() for tensor in inputs)
-    return wanting, entrant.public(*wanting, causal)
+    """``(those of the arguments that want gradients: q, k, v and other floating-point tensors, Launch of the
+    forward)``; in grad mode.
+    """
+    arguments = [one.detach().requires_grad_() if _has_gradient(one) else one for one in tensors]
+    return tuple(filter(_has_gradient, arguments)), entrant.public(*arguments)
+
+
+def _has_gradient(argument):
+    return isinstance(argument, torch.Tensor) and argument.is_floating_point()
 
 
 def arriving(q, v):
@@ -165,7 +197,7 @@ FORWARD = Suite(
     lambda options: grid(options) + other_cases(options),
     forwards,
     lambda entrant, tensors: graph(entrant.kernel(*tensors)),
-    SHORT,
+    lambda case: case.seqlen_k in SHORT,
     lambda entrant, tensors: entrant.public(*tensors),
     Case(1, 128, 128, 16, 16, 128, 128),
     "matmul",
@@ -176,7 +208,7 @@ BACKWARD = FORWARD._replace(
     shapes=Shapes((64, 128), (2048, 8192, 16384), BACKWARD_OTHERS),
     kinds=lambda entrant, tensors: {"autograd": gradient(entrant, tensors)},
     replay=functools.partial(replayed, gradient),
-    replayed=(*SHORT, 2048),
+    replayed=lambda case: case.seqlen_k in (*SHORT, 2048),
     host=gradient,
     rates=lambda case, seconds: (cost.backward_teraflops(case, seconds), None),
     deterministic=lambda entrant, tensors: {"deterministic": deterministic_gradient(entrant, tensors)},
@@ -198,7 +230,7 @@ SUITES = {
             name="decode",
             shapes=None,
             cases=lambda options: [one_query(*shape) for shape in DECODE_SHAPES],
-            replayed=None,
+            replayed=lambda case: True,
             host_case=one_query(1, 128),
             ceiling="copy",
             rates=lambda case, seconds: (None, cost.key_value_bytes(case) / seconds * 1e-12),

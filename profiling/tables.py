@@ -9,6 +9,7 @@ from typing import NamedTuple
 import environment
 import goals
 import plots
+import yardsticks
 from progress import say
 
 from hopper_fa3.kernels.config import SHORT_DTYPES
@@ -46,10 +47,14 @@ class Row(NamedTuple):
     head_dim_v: int | None = None  # None, in older files: head_dim
     dtype: str = "bfloat16"
     other: bool = False  # beside the grid: not in its picture and mean
+    feature: str = ""  # what tells the cell from one of plain attention: a window, packed lengths, changed scores
+    # Rows of ours: what their time should be proportional to, where that is not FLOPs: the share of all blocks visited
+    work: float | None = None
 
     @property
     def cell(self):
-        return Cell(*self[: Row._fields.index("name")], self.head_dim_v or self.head_dim, self.dtype)
+        shape = self[: Row._fields.index("name")]
+        return Cell(*shape, self.head_dim_v or self.head_dim, self.dtype, self.feature)
 
     @property
     def rate(self):
@@ -66,11 +71,12 @@ class Cell(NamedTuple):
     heads_k: int
     head_dim_v: int
     dtype: str
+    feature: str = ""
 
     @classmethod
-    def of(cls, kind, case):
+    def of(cls, kind, case, feature=""):
         sizes = (case.head_dim, case.seqlen_k, case.causal, case.batch, case.heads, case.heads_k, case.head_dim_v)
-        return cls(kind, *sizes, case.dtype)
+        return cls(kind, *sizes, case.dtype, feature)
 
 
 def dims(shape):
@@ -116,6 +122,8 @@ def summary(cell):
         return ", ".join(f"{name} {_figure(row)}" for name, row in cell.items()) + f" {_unit(cell.values())}"
     ratios = ((name, speed_ratio(cell, name)) for name in (RATIOS_OF["training"] if BEST in cell else RATIOS))
     shares = [f"{share:.2f} x {name}" for name, share in ratios if share is not None]
+    own = yardsticks.share(cell, cell)
+    shares += [f"{own.value:.2f} x {own.name} {yardsticks.OWN[own.name]}"] if own else []
     return ", ".join([f"ours {_figure(cell['ours'])} {_unit(cell.values())}", *shares])
 
 
@@ -131,7 +139,9 @@ def markdown(rows):
         ratios = [name for name in RATIOS_OF.get(kind, RATIOS) if name in names and "ours" in names]
         shape = _shape_columns(mine)
         beside = {key: (speed_ratio(cell, "fa4"), _place(key, shape)) for key, cell in mine.items()}
+        own, kept = yardsticks.columns(mine, measured, beside)
         added, judged = goals.columns(mine, measured, beside)
+        added = own | added
         spread = "spread of ours" if "ours" in names else "largest spread"
         head = [*shape, *names, *(f"ours / {name}" for name in ratios), *added, spread, "SM MHz", "W"]
         unit = _unit(row for cell in mine.values() for row in cell.values())
@@ -139,7 +149,7 @@ def markdown(rows):
             _cells(key, cell, names, ratios, shape, [column[key] for column in added.values()])
             for key, cell in mine.items()
         ]
-        below = [*_totals(mine, shape), *judged, *_cached(mine)]
+        below = [*_totals(mine, shape), *kept, *judged, *_cached(mine)]
         text += [f"### {kind}, {unit}", "", *grid(head, lines), "", *below]
     return "\n".join(text)
 
@@ -149,7 +159,11 @@ def _share(value):
 
 
 def _shape_columns(mine):
-    """What tells the cells apart: batches do where a length comes in several, heads and dtype beside the grid."""
+    """What tells the cells apart: batches do where a length comes in several, heads and dtype beside the grid, features
+    and where they do not say it the mask.
+    """
+    if any(key.feature for key in mine):
+        return ["D", "case", "mask"] if len({key.causal for key in mine}) > 1 else ["D", "case"]
     if any(map(_other, mine.values())):
         return ["D", "heads", "dtype", "length", "mask"]
     batches = len({key.batch for key in mine}) > 1 and len({key._replace(batch=0) for key in mine}) < len(mine)
@@ -167,16 +181,17 @@ def _totals(mine, shape):
         ratios = {key: ratio for key, cell in mine.items() if (ratio := speed_ratio(cell, rival)) is not None}
         if len(ratios) < 2:
             continue
-        long = [ratio for key, ratio in ratios.items() if key.seqlen >= LONG and not _other(mine[key])]
+        counted = [key for key in ratios if key.feature or (key.seqlen >= LONG and not _other(mine[key]))]
         least = min(ratios, key=ratios.get)
         text = f"least ours / {rival}:"
-        if long:
+        if counted:
             lengths = "the grid's lengths" if "heads" in shape else "lengths"
             if kind in GRADIENTS:
-                sizes = sorted({key.head_dim for key in ratios if key.seqlen >= LONG and not _other(mine[key])})
+                sizes = sorted({key.head_dim for key in counted})
                 lengths = f"D {', '.join(map(str, sizes))} and {lengths}"
-            mean = statistics.geometric_mean(long)
-            text = f"geometric mean of ours / {rival} over {lengths} >= {LONG}: {mean:.2f}; least"
+            mean = statistics.geometric_mean([ratios[key] for key in counted])
+            where = "all cells" if "case" in shape else f"{lengths} >= {LONG}"
+            text = f"geometric mean of ours / {rival} over {where}: {mean:.2f}; least"
         lines.append(f"- {text} {ratios[least]:.2f} ({_place(least, shape)})")
     return [*lines, ""] if lines else []
 
@@ -186,6 +201,8 @@ def _place(key, shape):
     dtype = f" {SHORT_DTYPES[key.dtype]}" if "dtype" in shape and key.dtype != "bfloat16" else ""
     grouped = f", {heads(key)} heads" if "heads" in shape and key.heads != key.heads_k else ""
     batch = f", batch {key.batch}" if "batch" in shape else ""
+    if key.feature:
+        return f"D {dims(key)}, {key.feature}" + (f", {mask(key)}" if "mask" in shape else "")
     return f"D {dims(key)}{dtype} {mask(key)}{grouped}{batch}, {key.seqlen}"
 
 
@@ -197,6 +214,7 @@ def _cells(key, cell, names, ratios, shape, added):
         "dtype": SHORT_DTYPES[key.dtype],
         "batch": key.batch,
         "length": key.seqlen,
+        "case": key.feature,
         "mask": mask(key),
     }
     values = [cell.get(name) for name in names]

@@ -9,14 +9,13 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "profiling"))
 import bench
 import environment
-import suites
 from progress import Progress
 from timing import Launch
 
 
 def cases_of(*words):
     options = bench.parser().parse_args(words)
-    return suites.SUITES[options.suite[0]].cases(options)
+    return bench.SUITES[options.suite[0]].cases(options)
 
 
 def run_of(*words, peers=()):

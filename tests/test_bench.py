@@ -285,7 +285,10 @@ def test_warnings_of_what_runs_are_passed_on_once():
         (["--rounds", "0"], "bench needs --rounds"),
         (["--suite", "decode", "--rounds", "0"], "bench needs --rounds"),
         (["--seqlens", "512,0"], "bench needs --group, --head-dims and --seqlens of at least 1"),
-        (["--suite", "sideways"], "bench knows the suites forward, backward, training, decode, got sideways"),
+        (
+            ["--suite", "sideways"],
+            "bench knows the suites forward, backward, training, decode, windows, varlen, ",
+        ),
         (["--suite", "backward,decode"], "the decode suite has shapes of its own, got --suite backward,decode"),
         (["--deterministic"], "only the backward suite has deterministic gradients of its own, got --suite forward"),
         (["--others", "d128-casual"], "bench --others: a case is made of words"),

@@ -57,7 +57,7 @@ def test_other_cells_have_none(kind, shape):
 
 
 def test_what_is_met_is_decided_unrounded():
-    plain, kept = goals.Goal(1.12, 1.0), goals.Goal(0.9, 1.0, kept=True)
+    plain, kept = goals.Goal(1.12, 1.0), goals.Goal(None, 1.0, 0.9)
     assert [goals.met(plain, ratio, None) for ratio in (1.12, 1.1199, 1.0, 0.9999)] == [
         "goal",
         "least",
