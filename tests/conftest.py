@@ -68,10 +68,15 @@ def groups(items):
 
 
 def group_of(item):
-    """The same for tests of a file that share kernels, as far as their names say so, or the sanitizer's runs."""
+    """The same for tests of a file that share kernels, as far as their names or else their marks say so, or the
+    sanitizer's runs.
+    """
     path, _, name = item.nodeid.partition("::")
+    if is_sanitizer(item):
+        return path, "sanitizer"
     head_dims = re.search(r"-d(\d+_\d+)-", name)  # of cases.Case
-    return path, "sanitizer" if is_sanitizer(item) else head_dims[1] if head_dims else name
+    mark = item.get_closest_marker("kernels")
+    return path, head_dims[1] if head_dims else f"others of {mark.args[0]}" if mark else name
 
 
 def is_sanitizer(item):

@@ -146,8 +146,11 @@ def test_a_number_of_processes_must_be_given():
         assert done.returncode == 1 and "JOBS at least 1" in done.stderr
 
 
-def named(name, *marks):
-    return SimpleNamespace(nodeid=name, get_closest_marker=lambda mark: mark if mark in marks else None)
+def named(name, *marks, **arguments):
+    marks = {mark: SimpleNamespace(args=()) for mark in marks} | {
+        mark: SimpleNamespace(args=(argument,)) for mark, argument in arguments.items()
+    }
+    return SimpleNamespace(nodeid=name, get_closest_marker=marks.get)
 
 
 def test_groups_share_kernels_or_a_fixture_and_what_takes_long_comes_first():
@@ -158,6 +161,12 @@ def test_groups_share_kernels_or_a_fixture_and_what_takes_long_comes_first():
     checked = [named(f"c.py::test[{tool}]", "sanitizer") for tool in "xy"]
     mixed = [some[0], alone[0], more[0], *some[1:], other, *more[1:], *checked, alone[1]]
     assert groups(mixed) == [checked, more, some, [alone[0]], [other], [alone[1]]]
+
+
+def test_a_mark_says_which_kernels_where_a_name_does_not():
+    marked = [named(f"a.py::test_{name}", kernels="8_8") for name in "xyz"]
+    spoken, elsewhere = named("a.py::test[-d8_8-]", kernels="8_8"), named("b.py::test_x", kernels="8_8")
+    assert groups([spoken, elsewhere, *marked]) == [marked, [spoken], [elsewhere]]
 
 
 def test_a_group_is_claimed_as_late_as_possible_and_once(tmp_path):

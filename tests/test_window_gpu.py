@@ -14,7 +14,7 @@ from check_gradients import arriving
 from hopper_fa3 import flash_attn_func, plan
 from hopper_fa3.problem import Problem
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.kernels("128_128")]
 
 # (head_dim, head_dim_v, dtype): every row of the plan's table, dims that do not fill their class, and both dtypes
 DIMS = (
@@ -34,12 +34,18 @@ LENGTHS = (
 GRADIENT_LENGTHS = ((1, 300), (129, 32), (113, 255), (255, 113), (512, 512), (700, 129), (150, 900))
 
 
+def kernels(dims):
+    """A word of a test's name that says with which others it shares kernels: conftest.group_of."""
+    head_dim, head_dim_v, *dtype = dims if isinstance(dims, tuple) else (dims, dims)
+    return "-".join(["", f"d{head_dim}_{head_dim_v}", *dtype, ""])
+
+
 def case_of(head_dim, head_dim_v, dtype, **changes):
     return replace(SMALL, head_dim=head_dim, head_dim_v=head_dim_v, dtype=dtype, **changes)
 
 
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k"), LENGTHS)
-@pytest.mark.parametrize("dims", DIMS, ids=str)
+@pytest.mark.parametrize("dims", DIMS, ids=kernels)
 def test_values_and_lse(dims, seqlen_q, seqlen_k, device):
     q, k, v = case_of(*dims, seqlen_q=seqlen_q, seqlen_k=seqlen_k).inputs(device)
     for window_size in WINDOWS:
@@ -48,7 +54,7 @@ def test_values_and_lse(dims, seqlen_q, seqlen_k, device):
 
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k"), GRADIENT_LENGTHS)
 @pytest.mark.parametrize("heads", [1, 2])
-@pytest.mark.parametrize("dims", DIMS, ids=str)
+@pytest.mark.parametrize("dims", DIMS, ids=kernels)
 def test_gradients(dims, heads, seqlen_q, seqlen_k, device):
     """Of heads with K and V of their own, and of two that share them, which are split and leave in parts."""
     case = case_of(*dims, batch=1, heads=heads, heads_k=1, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
@@ -68,7 +74,7 @@ def test_groups_of_heads(group, heads_k, window_size, device):
     check_gradients.check(q, k, v, dout=dout, dlse=dlse, window_size=window_size)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 128, 256], ids=kernels)
 @pytest.mark.parametrize("window_size", [(128, 0), (1000, 0), (300, 77)])
 def test_many_tiles(window_size, head_dim, device):
     """More tiles than SMs, so that a CTA takes several; the last ones are ragged."""
@@ -79,7 +85,7 @@ def test_many_tiles(window_size, head_dim, device):
         check_gradients.check(q, k, v, dout=dout, dlse=dlse, window_size=window_size)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128], ids=kernels)
 def test_few_ctas_take_all_tiles(head_dim, device):
     q, k, v = case_of(head_dim, head_dim, "bfloat16", seqlen_q=1000, seqlen_k=1100, heads=4, heads_k=2).inputs(device)
     margin = torch.cuda.get_device_properties(device).multi_processor_count - 2
@@ -111,7 +117,7 @@ def test_line_20_a_right_side_of_2_to_the_31_minus_1_is_open(device):
     check_gradients.check(q, k, v, window_size=(40, 2**31 - 1))
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 128, 256], ids=kernels)
 def test_lines_15_and_20_more_queries_than_the_window_reaches(head_dim, device):
     """The first 33 of 129 queries see none of 32 keys; whole tiles of 1000 see none of 129."""
     for lengths, window_size, blind in (((129, 32), (32, 64), 33), ((1000, 129), (40, 10), 861)):
@@ -145,7 +151,7 @@ def test_line_1_a_row_whose_first_blocks_are_masked_and_logits_near_minus_200(dt
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.3, math.sqrt(120), 17.0])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128], ids=kernels)
 def test_line_19_scales(head_dim, scale, device):
     q, k, v = case_of(head_dim, head_dim, "bfloat16", seqlen_q=300, seqlen_k=500).inputs(device)
     for window_size in ((70, 0), (10, 150)):
@@ -189,7 +195,7 @@ def tile_m(q, k, v, **options):
 
 
 @pytest.mark.parametrize("window_size", [(100, 0), (90, 30), (700, 5), (50, -1)])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 128, 256], ids=kernels)
 def test_a_nan_reaches_the_rows_that_see_it_and_in_v_at_most_their_tiles(head_dim, window_size, device):
     q, k, v = replace(NAN, head_dim=head_dim, head_dim_v=head_dim).inputs(device)
     clean, clean_lse = check(q, k, v, window_size=window_size)
@@ -214,7 +220,7 @@ def test_a_nan_reaches_the_rows_that_see_it_and_in_v_at_most_their_tiles(head_di
             assert torch.equal(lse, clean_lse)
 
 
-@pytest.mark.parametrize("dims", ORDERED_DIMS, ids=str)
+@pytest.mark.parametrize("dims", ORDERED_DIMS, ids=kernels)
 def test_keys_that_no_query_sees_may_hold_nan(dims, device):
     """The forward reads none of them. A K/V tile that nobody sees has gradients of 0 and reaches no other's."""
     q, k, v = case_of(*dims, seqlen_q=100, seqlen_k=1000).inputs(device)
@@ -238,7 +244,7 @@ def test_keys_that_no_query_sees_may_hold_nan(dims, device):
 
 
 @pytest.mark.parametrize("window_size", [(0, 0), (100, 0), (700, 33), (130, -1)])
-@pytest.mark.parametrize("dims", ORDERED_DIMS, ids=str)
+@pytest.mark.parametrize("dims", ORDERED_DIMS, ids=kernels)
 def test_deterministic_gradients_are_bit_equal(dims, window_size, device):
     q, k, v = case_of(*dims, seqlen_q=1000, seqlen_k=1113, heads=8, heads_k=2).inputs(device)
     arrived = dict(zip(("dout", "dlse"), arriving(q, v), strict=True))
