@@ -74,7 +74,7 @@ def group_of(item):
     path, _, name = item.nodeid.partition("::")
     if is_sanitizer(item):
         return path, "sanitizer"
-    head_dims = re.search(r"-d(\d+_\d+)-", name)  # of cases.Case
+    head_dims = re.search(r"-d(\d+_\d+-[a-z]*)", name)  # of cases.Case, with its mask
     mark = item.get_closest_marker("kernels")
     return path, head_dims[1] if head_dims else f"others of {mark.args[0]}" if mark else name
 

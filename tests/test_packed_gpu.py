@@ -11,7 +11,7 @@ from packed_cases import CROSSED, EMPTY, LINES, ON_GPU, RAGGED, SPARE, TAILED, U
 from hopper_fa3 import flash_attn_func, flash_attn_varlen_func, plan
 from hopper_fa3.problem_packed import PackedProblem
 
-pytestmark = [pytest.mark.gpu, pytest.mark.kernels("64_64")]
+pytestmark = [pytest.mark.gpu, pytest.mark.kernels("128_128")]
 
 DENSE_64 = {"head_dim": 64, "head_dim_v": 64}
 FLOWS = ("both", "lse")

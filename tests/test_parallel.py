@@ -157,10 +157,11 @@ def test_groups_share_kernels_or_a_fixture_and_what_takes_long_comes_first():
     some = [named(f"a.py::test[bf16-b{batch}-d96_128-causal]") for batch in range(3)]
     more = [named(f"a.py::test_{name}[b1-d96_96-causal]") for name in "abcd"]
     other = named("b.py::test[bf16-b1-d96_128-causal]")
+    dense = named("a.py::test[bf16-b1-d96_96-dense]")  # another mask
     alone = [named("a.py::test[x]"), named("a.py::test[y]")]
     checked = [named(f"c.py::test[{tool}]", "sanitizer") for tool in "xy"]
-    mixed = [some[0], alone[0], more[0], *some[1:], other, *more[1:], *checked, alone[1]]
-    assert groups(mixed) == [checked, more, some, [alone[0]], [other], [alone[1]]]
+    mixed = [some[0], alone[0], more[0], *some[1:], other, *more[1:], *checked, alone[1], dense]
+    assert groups(mixed) == [checked, more, some, [alone[0]], [other], [alone[1]], [dense]]
 
 
 def test_a_mark_says_which_kernels_where_a_name_does_not():
