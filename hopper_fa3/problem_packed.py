@@ -114,16 +114,6 @@ class PackedProblem:
         return self.total_q, self.heads, self.head_dim_v
 
     @property
-    def bounded(self):
-        """True where some query may see less than all keys of its sequence."""
-        return self.left is not None or self.right is not None
-
-    @property
-    def kernel_bounds(self):
-        """As Problem's."""
-        return self.total_q - 1 if self.right is None else self.right, self.left
-
-    @property
     def packed(self):
         """What of it the kernels are compiled for."""
         return Packed(self.has_seqused_q, self.has_seqused_k)

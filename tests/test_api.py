@@ -241,13 +241,6 @@ def test_every_argument_reaches_the_packed_problem():
             flash_attn_varlen_func(q, k, v, **lengths | {name: value})
 
 
-def test_packed_sequences_are_not_built_on_cuda(launches):
-    x = torch.empty(8, 4, 64, dtype=torch.bfloat16, device="cuda")
-    offsets = torch.empty(3, dtype=torch.int32, device="cuda")
-    with refused(NotImplementedError, "flash_attn_varlen_func is not built yet on CUDA"):
-        flash_attn_varlen_func(x, x, x, offsets, offsets, 4, 4)
-
-
 class Launches:
     """Stands in for launch.py: which recipes were prepared (numbered from 1), and which were launched."""
 
@@ -297,6 +290,29 @@ def test_cuda_tensors_go_to_launch(launches):
     assert recipe == 1 and all(a is b for a, b in zip(given, (q, k, v, out), strict=True))
     assert launches.executed[1][0] == 2 and launches.executed[1][1][3] is None
     assert launches.wanted == [False, True]
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_packed_cuda_tensors_go_to_launch(used, launches, monkeypatch):
+    monkeypatch.setattr(api, "launch_packed", launches)
+    recorded = []
+    monkeypatch.setattr(api.ops.PackedAttention, "apply", lambda *given: recorded.append(given) or ("out", "lse"))
+    q, k, v = (torch.empty(8, 4, 64, dtype=torch.bfloat16, device="cuda") for _ in range(3))
+    offsets, lengths = (torch.empty(n, dtype=torch.int32, device="cuda") for n in (3, 2))
+    where = (offsets, offsets.clone(), *((lengths, lengths.clone()) if used else (None, None)))
+    plan, out = Plan(128, 128), torch.empty_like(q)
+    options = {"causal": True, "plan": plan, "sm_margin": 3, "deterministic": True}
+    assert flash_attn_varlen_func(q, k, v, *where[:2], 8, 8, *where[2:], out=out, **options) == "out"
+    asked, tensors, prepared = launches.prepared[0]
+    assert asked.right == 0 and asked.batch == 2 and all(a is b for a, b in zip(tensors, (q, k, v), strict=True))
+    assert prepared == {"out": out, "plan": plan, "sm_margin": 3, "deterministic": True}
+    (recipe, given), = launches.executed  # fmt: skip
+    assert recipe == 1 and all(a is b for a, b in zip((*given[:3], given[4]), (q, k, v, out), strict=True))
+    assert all(a is b for a, b in zip(given[3], where, strict=True)) and launches.wanted == [False]
+    leaf = v.clone().requires_grad_()
+    assert flash_attn_varlen_func(q, k, leaf, *where[:2], 8, 8, *where[2:], return_attn_probs=True) == ("out", "lse")
+    ((*tensors, recipe), lengths), = [(given[:4], given[4:]) for given in recorded]  # fmt: skip
+    assert recipe == 2 and all(a is b for a, b in zip((*tensors, *lengths), (q, k, leaf, *where), strict=True))
 
 
 @pytest.mark.parametrize("place", range(3))

@@ -7,7 +7,7 @@ import torch
 from refusal import refused
 
 from hopper_fa3.plan import Plan
-from hopper_fa3.problem import ILLEGAL, BackwardStatic, Problem, Static
+from hopper_fa3.problem import ILLEGAL, BackwardStatic, Packed, Problem, Static
 from hopper_fa3.problem_packed import PackedProblem, used_rows
 
 NUMBERS = {"total_q": 9, "total_k": 12, "heads": 4, "heads_k": 2, "head_dim": 64, "head_dim_v": 32}
@@ -90,7 +90,7 @@ def test_arguments_that_do_not_fit(changed, error, message):
 
 OPTIONS = (
     ({"page_table": torch.zeros(1)}, NotImplementedError, "page_table must be None (not built yet), got Tensor"),
-    ({"softcap": 15.0}, NotImplementedError, "softcap must be 0.0 (not built yet), got 15.0"),
+    ({"softcap": 15.0}, NotImplementedError, "softcap must be 0.0 for packed sequences (not built yet), got 15.0"),
     ({"deterministic": "yes"}, TypeError, "deterministic must be True or False, got yes"),
     ({"causal": torch.tensor(True)}, TypeError, "causal must be True or False, got Tensor"),
     ({"window_size": (-2, 0)}, ValueError, "each side of window_size must be None, -1 or at least 0, got (-2, 0)"),
@@ -110,7 +110,7 @@ def test_an_illegal_option(options, error, message):
 
 
 def test_every_option_of_the_table_is_refused():
-    unbuilt = {row.fact for row in ILLEGAL if row.error is NotImplementedError} - {"left", "tangent"}
+    unbuilt = {row.fact for row in ILLEGAL if row.error is NotImplementedError} - {"slopes_gradient", "tangent"}
     assert "page_table" in unbuilt
     for name in unbuilt:
         with pytest.raises(NotImplementedError, match=f"^{name} must be"):
@@ -179,8 +179,14 @@ def test_nothing_on_cuda_is_read(hopper):
 
 def test_the_static_parts(hopper):
     found = asked(device="cuda", options={"causal": True, "softmax_scale": -1.0})
-    assert found.static == Static("bfloat16", 64, 64, True, False, True)
-    assert found.backward_static(True, False) == BackwardStatic("bfloat16", 64, 64, True, True, False)
+    packed = {"packed": Packed(False, False)}
+    assert found.static == Static("bfloat16", 64, 64, True, False, True, **packed)
+    assert found.backward_static(True, False) == BackwardStatic("bfloat16", 64, 64, True, True, False, **packed)
+    used = {f"seqused_{name}": torch.empty(3, dtype=torch.int32, device="cuda") for name in "qk"}
+    for given in (("seqused_q",), ("seqused_k",), tuple(used)):
+        found = asked(device="cuda", **{name: used[name] for name in given})
+        assert found.static.packed == found.backward_static(False, True).packed
+        assert found.static.packed == Packed("seqused_q" in given, "seqused_k" in given)
 
 
 @pytest.mark.parametrize(
@@ -222,7 +228,7 @@ def test_gradients_and_out():
     given = arguments()
     given[1] = given[1].clone().requires_grad_()
     out = torch.empty(9, 4, 32, dtype=torch.bfloat16)
-    message = "out must be None where q, k or v requires grad (results are written in place), got Tensor"
+    message = "out must be None where q, k, v or sink requires grad (results are written in place), got Tensor"
     with refused(ValueError, message):
         PackedProblem.from_tensors(*given, out=out)
     with torch.no_grad():
