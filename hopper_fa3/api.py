@@ -145,15 +145,17 @@ def flash_attn_varlen_func(
         result depends on them.
     seqused_q, seqused_k: int32 ``(batch,)``, contiguous, on q's device: how many of its rows, the first ones, a
         sequence uses, from 0 to its length. None: all.
-    causal, window_size: as in flash_attn_func within each sequence, with its used lengths as seqlen_q and seqlen_k.
+    causal, window_size, attention_chunk, softcap, sink, alibi_slopes, score, mask: as in flash_attn_func within each
+        sequence, which is a batch entry, with its used lengths as seqlen_q and seqlen_k. On CUDA all but the first two
+        are not built yet.
     page_table: not built yet. The other arguments are those of flash_attn_func.
 
     The host reads nothing from a GPU, so what cu_seqlens, seqused and max_seqlen hold is checked on the CPU only. Rows
     that no sequence uses may hold anything, also NaN: it reaches no result, and their gradients are 0.
 
     Returns out ``(total_q, heads, head_dim_v)`` in q's dtype, and with return_attn_probs the natural-log LSE ``(heads,
-    total_q)`` in float32 (float64 for float64). A query that sees no key yields 0 and LSE -inf, and so does a row of q
-    that no sequence uses. Differentiable as flash_attn_func is, and raises what it does.
+    total_q)`` in float32 (float64 for float64). A query that sees no key yields 0 and LSE -inf, or the sink; a row of q
+    that no sequence uses always the former. Differentiable as flash_attn_func is, and raises what it does.
     """
     problem = PackedProblem.from_tensors(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k,
@@ -165,7 +167,9 @@ def flash_attn_varlen_func(
     )  # fmt: skip
     lengths = reference_packed.Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
     if problem.device.type == "cpu":
-        out, lse = reference_packed.blockwise_packed(problem, q, k, v, lengths, out=out)
+        out, lse = reference_packed.blockwise_packed(
+            problem, q, k, v, lengths, sink=sink, alibi_slopes=alibi_slopes, out=out
+        )
         return (out, lse) if return_attn_probs else out
     recipe = launch_packed.prepare(
         problem, q, k, v, out=out, plan=plan, sm_margin=sm_margin, deterministic=deterministic

@@ -4,6 +4,8 @@ import numbers
 
 import torch
 
+from .hooks import MaskHook, ScoreHook
+
 # The kernel works in base 2: scale * log2(e) must be finite in float32
 SCALE_LIMIT = 2.0**127
 # The smallest normal float32: what is divided by a smaller one may become inf, or NaN where it is 0
@@ -28,33 +30,49 @@ def checked_softcap(softcap):
     return abs(float(softcap))  # no -0.0: equal problems have equal fields
 
 
-def check_sink(sink, q):
+def check_chunk(attention_chunk):
+    """Raise where an attention_chunk is no count."""
+    if not (is_integer(attention_chunk) and attention_chunk in range(2**63)):
+        raise ValueError(f"attention_chunk must be an integer of at least 0, got {shown(attention_chunk)}")
+
+
+def check_scoring(q, batch, *, sink, alibi_slopes, score, mask):
+    """Raise for the first of these tensors and hooks that is not None and does not fit q. ``batch``: entries of q, or
+    packed sequences.
+    """
+    _check_sink(sink, q)
+    _check_alibi_slopes(alibi_slopes, q, batch)
+    _check_hook("score", score, ScoreHook, q)
+    _check_hook("mask", mask, MaskHook, q)
+
+
+def _check_sink(sink, q):
     """Raise where ``sink`` is not None and no logit for each head of q."""
     if sink is None:
         return
     require_tensor("sink", sink)
     if sink.dtype not in (torch.float32, q.dtype):
         raise TypeError(f"sink must have dtype float32 or q's, {name_of(q.dtype)}, got {name_of(sink.dtype)}")
-    if tuple(sink.shape) != (q.shape[2],):
-        raise ValueError(f"sink must have shape (heads,), here {(q.shape[2],)}, got {tuple(sink.shape)}")
+    if tuple(sink.shape) != (q.shape[-2],):
+        raise ValueError(f"sink must have shape (heads,), here {(q.shape[-2],)}, got {tuple(sink.shape)}")
     _check_device("sink", sink, q)
 
 
-def check_alibi_slopes(slopes, q):
+def _check_alibi_slopes(slopes, q, batch):
     """Raise where ``slopes`` is not None and no slope for each head of q, or for each of each batch entry."""
     if slopes is None:
         return
     require_tensor("alibi_slopes", slopes)
     if slopes.dtype != torch.float32:
         raise TypeError(f"alibi_slopes must have dtype float32, got {name_of(slopes.dtype)}")
-    legal = (q.shape[2],), (q.shape[0], q.shape[2])
+    legal = (q.shape[-2],), (batch, q.shape[-2])
     if tuple(slopes.shape) not in legal:
         rule = f"alibi_slopes must have shape (heads,) or (batch, heads), here {legal[0]} or {legal[1]}"
         raise ValueError(f"{rule}, got {tuple(slopes.shape)}")
     _check_device("alibi_slopes", slopes, q)
 
 
-def check_hook(name, hook, kind, q):
+def _check_hook(name, hook, kind, q):
     """Raise where ``hook`` is not None and no ``kind``, or has nothing for CPU tensors where q is one."""
     if hook is None:
         return

@@ -6,11 +6,12 @@ tile. A hook of which one side is missing works on the other; the missing side r
 Order: the score hook is given what softmax_scale, softcap and alibi_slopes made of the product, in natural units; then
 come causal, window_size, attention_chunk and the mask hook, of which each can hide a pair; then the softmax with the
 sink. All indices count from 0: batch entry, query head, query and key, the last two as they lie in q and k (the key on
-the query's diagonal is ``query + seqlen_k - seqlen_q``).
+the query's diagonal is ``query + seqlen_k - seqlen_q``). Of packed sequences each is a batch entry, whose queries and
+keys count from its own first ones.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -57,6 +58,17 @@ class ScoreHook:
             return torch.zeros_like(dscores)
         return torch.autograd.grad(behind, before, dscores)[0]
 
+    def side_by_side(self, sequences, heads):
+        """The same hook on the CPU where batch entries ``sequences``, int64 (count,), are the heads of one entry."""
+
+        def cpu(scores, batch, head, query, key):
+            return self.cpu(scores, sequences[head // heads], head % heads, query, key)
+
+        def cpu_backward(gradient, scores, batch, head, query, key):
+            return self.cpu_backward(gradient, scores, sequences[head // heads], head % heads, query, key)
+
+        return replace(self, cpu=cpu, cpu_backward=None if self.cpu_backward is None else cpu_backward)
+
     def refuse_gradients_of_its_own(self, dtype):
         """Raise where a tensor that ``cpu`` holds requires grad: it would get none, and nobody would know."""
         with torch.enable_grad():
@@ -88,6 +100,14 @@ class MaskHook:
             got = visible.dtype if isinstance(visible, torch.Tensor) else type(visible).__name__
             raise TypeError(f"cpu of a mask hook must return a bool tensor, got {got}")
         return ~visible
+
+    def side_by_side(self, sequences, heads):
+        """As ScoreHook's."""
+
+        def cpu(batch, head, query, key):
+            return self.cpu(sequences[head // heads], head % heads, query, key)
+
+        return replace(self, cpu=cpu)
 
 
 def indices_of(entries, heads, rows, keys, device):

@@ -10,10 +10,9 @@ from torch.autograd import forward_ad
 
 from . import plan as planning
 from .checks import (
-    check_alibi_slopes,
+    check_chunk,
     check_flag,
-    check_hook,
-    check_sink,
+    check_scoring,
     checked_scale,
     checked_softcap,
     is_integer,
@@ -35,7 +34,7 @@ LAYOUTS = (
     ("batch", "seqlen_k", "heads_k", "head_dim_v"),
 )
 ON_CPU, ON_CUDA = (("device", "cpu"),), (("device", "cuda"),)
-PACKED = (("packed", True),)
+DENSE_ON_CUDA, PACKED_ON_CUDA = ((*ON_CUDA, ("packed", packed)) for packed in (False, True))
 
 
 class Illegal(NamedTuple):
@@ -82,16 +81,19 @@ ILLEGAL = (
     Illegal("num_splits", (0, 1), (), NOT_BUILT, "num_splits must be 0 or 1 (splitting is not built yet)"),
     Illegal("pack_gqa", (None, False), (), NOT_BUILT, "pack_gqa must be None or False (packing is not built yet)"),
     Illegal(
-        "attention_chunk", (0,), ON_CUDA, NOT_BUILT,
+        "attention_chunk", (0,), DENSE_ON_CUDA, NOT_BUILT,
         "attention_chunk must be 0 on CUDA where it hides a key (not built yet)",
     ),
-    Illegal("softcap", (0.0,), ON_CUDA, NOT_BUILT, "softcap must be 0.0 on CUDA (not built yet)"),
+    Illegal("softcap", (0.0,), DENSE_ON_CUDA, NOT_BUILT, "softcap must be 0.0 on CUDA (not built yet)"),
     *(
-        Illegal(name, (None,), ON_CUDA, NOT_BUILT, f"{name} must be None on CUDA (not built yet)")
+        Illegal(name, (None,), DENSE_ON_CUDA, NOT_BUILT, f"{name} must be None on CUDA (not built yet)")
         for name in ("sink", "alibi_slopes", "score", "mask")
     ),
     *(
-        Illegal(name, legal, PACKED, NOT_BUILT, f"{name} must be {legal[0]} for packed sequences (not built yet)")
+        Illegal(
+            name, legal, PACKED_ON_CUDA, NOT_BUILT,
+            f"{name} must be {legal[0]} for packed sequences on CUDA (not built yet)",
+        )
         for name, legal in (
             ("attention_chunk", (0,)), ("softcap", (0.0,)), ("sink", (None,)), ("alibi_slopes", (None,)),
             ("score", (None,)), ("mask", (None,)),
@@ -191,17 +193,13 @@ class Problem:
         left, right = bounds(window_size, causal, seqlen_q, seqlen_k)
         chunk, left, right = chunked(attention_chunk, left, right, seqlen_q, seqlen_k)
         softcap = checked_softcap(softcap)
-        check_sink(sink, q)
-        check_alibi_slopes(alibi_slopes, q)
-        check_hook("score", score, ScoreHook, q)
-        check_hook("mask", mask, MaskHook, q)
-        facts = tensor_facts(q, k, v, sm_margin, sink) | {
+        check_scoring(q, batch, sink=sink, alibi_slopes=alibi_slopes, score=score, mask=mask)
+        facts = tensor_facts(q, k, v, sm_margin, sink, alibi_slopes) | {
             "packed": False, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k,
             "tiles": batch * heads * -(-seqlen_q // TILE_ROWS),
             "num_splits": num_splits, "pack_gqa": pack_gqa, "attention_chunk": chunk,
             "softcap": softcap, "qv": qv, "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale,
             "sink": sink, "alibi_slopes": alibi_slopes, "score": score, "mask": mask, "block_mask": block_mask,
-            "slopes_gradient": torch.is_grad_enabled() and alibi_slopes is not None and alibi_slopes.requires_grad,
             "out": out,
         }  # fmt: skip
         refuse_illegal(facts)
@@ -268,7 +266,7 @@ def backward_static_of(problem, lse_gradient, deterministic):
     )  # fmt: skip
 
 
-def tensor_facts(q, k, v, sm_margin, sink=None):
+def tensor_facts(q, k, v, sm_margin, sink, alibi_slopes):
     """Facts for ILLEGAL that every call has, of its tensors and their device."""
     inputs = (q, k, v) if sink is None else (q, k, v, sink)  # of the gradients
     on_cuda = q.device.type == "cuda"
@@ -278,6 +276,7 @@ def tensor_facts(q, k, v, sm_margin, sink=None):
         "dtype": name_of(q.dtype), "head_dim": q.shape[-1], "head_dim_v": v.shape[-1], "sm_margin": sm_margin,
         "remaining_sms": sms - sm_margin if on_cuda and is_integer(sm_margin) else None,
         "requires_grad": torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs),
+        "slopes_gradient": torch.is_grad_enabled() and alibi_slopes is not None and alibi_slopes.requires_grad,
         "tangent": forward_ad._current_level >= 0 and any(map(_has_tangent, (q, k, v))),
     }  # fmt: skip
 
@@ -313,8 +312,7 @@ def bounds(window_size, causal, seqlen_q, seqlen_k):
 
 def chunked(attention_chunk, left, right, seqlen_q, seqlen_k):
     """``(attention_chunk, left, right)`` without what hides no key: 0 for no chunks, None for an open side."""
-    if not (is_integer(attention_chunk) and attention_chunk in ANY_COUNT):
-        raise ValueError(f"attention_chunk must be an integer of at least 0, got {shown(attention_chunk)}")
+    check_chunk(attention_chunk)
     # A query that stands before the first key shares no chunk with any key.
     if attention_chunk == 0 or seqlen_q <= seqlen_k <= attention_chunk:
         return 0, left, right

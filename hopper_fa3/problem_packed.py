@@ -5,7 +5,18 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from .checks import check_flag, checked_scale, is_integer, name_of, require_tensor, shown
+from .checks import (
+    check_chunk,
+    check_flag,
+    check_scoring,
+    checked_scale,
+    checked_softcap,
+    is_integer,
+    name_of,
+    require_tensor,
+    shown,
+)
+from .hooks import MaskHook, ScoreHook
 from .problem import (
     TILE_ROWS,
     Packed,
@@ -16,6 +27,7 @@ from .problem import (
     check_out,
     check_plan,
     check_shapes,
+    chunked,
     refuse_illegal,
     static_of,
     tensor_facts,
@@ -45,6 +57,12 @@ class PackedProblem:
     right: int | None
     has_seqused_q: bool
     has_seqused_k: bool
+    attention_chunk: int = 0  # this and all below as in Problem; of a sequence it may hide nothing
+    softcap: float = 0.0
+    has_sink: bool = False
+    has_alibi: bool = False
+    score: ScoreHook | None = None
+    mask: MaskHook | None = None
 
     @classmethod
     def from_tensors(
@@ -68,7 +86,10 @@ class PackedProblem:
         total_q, heads, head_dim = q.shape
         total_k, heads_k, head_dim_v = v.shape
         left, right = bounds(window_size, causal, total_q, total_k)  # no sequence is longer than all rows
-        facts = tensor_facts(q, k, v, sm_margin) | {
+        check_chunk(attention_chunk)
+        softcap = checked_softcap(softcap)
+        check_scoring(q, batch, sink=sink, alibi_slopes=alibi_slopes, score=score, mask=mask)
+        facts = tensor_facts(q, k, v, sm_margin, sink, alibi_slopes) | {
             "packed": True, "total_q": total_q, "total_k": total_k,
             "packed_tiles": heads * (batch + -(-total_q // TILE_ROWS)),
             "num_splits": num_splits, "pack_gqa": pack_gqa, "attention_chunk": attention_chunk,
@@ -84,7 +105,8 @@ class PackedProblem:
         scale = head_dim**-0.5 if softmax_scale is None else checked_scale(softmax_scale)
         problem = cls(
             q.device, q.dtype, batch, total_q, total_k, heads, heads_k, head_dim, head_dim_v, scale, left, right,
-            seqused_q is not None, seqused_k is not None,
+            seqused_q is not None, seqused_k is not None, attention_chunk, softcap, sink is not None,
+            alibi_slopes is not None, score, mask,
         )  # fmt: skip
         check_out(out, problem)
         check_plan(plan, problem)
@@ -127,12 +149,20 @@ class PackedProblem:
         """The same for the gradients of a CUDA problem; the sign of the scale changes nothing in them."""
         return backward_static_of(self, lse_gradient, deterministic)._replace(packed=self.packed)
 
-    def side_by_side(self, count, seqlen_q, seqlen_k):
-        """The Problem of ``count`` of its sequences, all of these lengths, as the heads of one."""
+    def side_by_side(self, sequences, seqlen_q, seqlen_k):
+        """The Problem of some of its sequences, all of these lengths, as the heads of one.
+
+        ``sequences``: int64 (count,), which. Head h of sequence number n of them is head ``n * heads + h``.
+        """
         shared = {field.name for field in fields(self)} & {field.name for field in fields(Problem)}
-        lengths = {"batch": 1, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
-        heads = {"heads": count * self.heads, "heads_k": count * self.heads_k}
-        return Problem(**{name: getattr(self, name) for name in shared} | lengths | heads)
+        chunk, left, right = chunked(self.attention_chunk, self.left, self.right, seqlen_q, seqlen_k)
+        own = {
+            "batch": 1, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "heads": len(sequences) * self.heads,
+            "heads_k": len(sequences) * self.heads_k, "attention_chunk": chunk, "left": left, "right": right,
+            "score": None if self.score is None else self.score.side_by_side(sequences, self.heads),
+            "mask": None if self.mask is None else self.mask.side_by_side(sequences, self.heads),
+        }  # fmt: skip
+        return Problem(**{name: getattr(self, name) for name in shared} | own)
 
 
 def used_rows(cu_seqlens, seqused=None):

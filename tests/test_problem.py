@@ -77,11 +77,11 @@ ROWS = (
     *((name, CUDA | {name: torch.ones(2)}, NotImplementedError,
        f"{name} must be None on CUDA (not built yet), got Tensor")
       for name in ("sink", "alibi_slopes", "score", "mask")),
-    *((name, {"packed": True, name: given}, NotImplementedError,
-       f"{name} must be {legal} for packed sequences (not built yet), got {given}")
+    *((name, CUDA | {"packed": True, name: given}, NotImplementedError,
+       f"{name} must be {legal} for packed sequences on CUDA (not built yet), got {given}")
       for name, given, legal in (("attention_chunk", 64, 0), ("softcap", 15.0, 0.0))),
-    *((name, {"packed": True, name: torch.ones(2)}, NotImplementedError,
-       f"{name} must be None for packed sequences (not built yet), got Tensor")
+    *((name, CUDA | {"packed": True, name: torch.ones(2)}, NotImplementedError,
+       f"{name} must be None for packed sequences on CUDA (not built yet), got Tensor")
       for name in ("sink", "alibi_slopes", "score", "mask")),
     *((name, {name: torch.ones(2)}, NotImplementedError, f"{name} must be None (not built yet), got Tensor")
       for name in ("qv", "q_descale", "k_descale", "v_descale", "block_mask", "page_table")),
@@ -120,7 +120,8 @@ def test_a_row_refuses_and_is_the_only_one_to(index):
         {"out": torch.ones(2)}, CUDA | {"out": torch.ones(2)}, {"tangent": True}, {"left": 3}, {"attention_chunk": 64},
         {"softcap": 15.0}, {"sink": torch.ones(4), "alibi_slopes": torch.ones(4)},
         CUDA | {"total_q": 2**30 - 1, "total_k": 2**30 - 1, "packed_tiles": 2**31 - 2**12 - 1}, {"packed_tiles": 2**31},
-        {"total_q": 2**31, "total_k": 2**31},
+        {"total_q": 2**31, "total_k": 2**31}, {"packed": True, "softcap": 15.0, "attention_chunk": 64},
+        {"packed": True} | dict.fromkeys(("sink", "alibi_slopes", "score", "mask"), torch.ones(2)),
     ],
     ids=str,
 )  # fmt: skip

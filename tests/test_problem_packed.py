@@ -6,6 +6,7 @@ import pytest
 import torch
 from refusal import refused
 
+from hopper_fa3.hooks import MaskHook, ScoreHook, indices_of
 from hopper_fa3.plan import Plan
 from hopper_fa3.problem import ILLEGAL, BackwardStatic, Packed, Problem, Static
 from hopper_fa3.problem_packed import PackedProblem, used_rows
@@ -90,7 +91,21 @@ def test_arguments_that_do_not_fit(changed, error, message):
 
 OPTIONS = (
     ({"page_table": torch.zeros(1)}, NotImplementedError, "page_table must be None (not built yet), got Tensor"),
-    ({"softcap": 15.0}, NotImplementedError, "softcap must be 0.0 for packed sequences (not built yet), got 15.0"),
+    ({"softcap": -1.0}, ValueError, "softcap must be 0 (none), or from 2**-126 to below 2**127, got -1.0"),
+    ({"attention_chunk": -1}, ValueError, "attention_chunk must be an integer of at least 0, got -1"),
+    ({"attention_chunk": 2.0}, ValueError, "attention_chunk must be an integer of at least 0, got 2.0"),
+    ({"sink": torch.ones(3)}, ValueError, "sink must have shape (heads,), here (4,), got (3,)"),
+    ({"sink": 1.0}, TypeError, "sink must be a torch.Tensor, got 1.0"),
+    ({"alibi_slopes": torch.ones(9, 4)}, ValueError,
+     "alibi_slopes must have shape (heads,) or (batch, heads), here (4,) or (3, 4), got (9, 4)"),
+    ({"alibi_slopes": torch.ones(3)}, ValueError,
+     "alibi_slopes must have shape (heads,) or (batch, heads), here (4,) or (3, 4), got (3,)"),
+    ({"alibi_slopes": torch.ones(4, requires_grad=True)}, NotImplementedError,
+     "alibi_slopes must not require grad (their gradient is not built), got True"),
+    ({"score": 2.0}, TypeError, "score must be a hopper_fa3.hooks.ScoreHook, got 2.0"),
+    ({"mask": ScoreHook("none", None)}, TypeError, "mask must be a hopper_fa3.hooks.MaskHook, got ScoreHook"),
+    ({"mask": MaskHook("none", None)}, NotImplementedError,
+     "mask must have a function cpu for tensors on the CPU, got None"),
     ({"deterministic": "yes"}, TypeError, "deterministic must be True or False, got yes"),
     ({"causal": torch.tensor(True)}, TypeError, "causal must be True or False, got Tensor"),
     ({"window_size": (-2, 0)}, ValueError, "each side of window_size must be None, -1 or at least 0, got (-2, 0)"),
@@ -110,11 +125,23 @@ def test_an_illegal_option(options, error, message):
 
 
 def test_every_option_of_the_table_is_refused():
-    unbuilt = {row.fact for row in ILLEGAL if row.error is NotImplementedError} - {"slopes_gradient", "tangent"}
+    unbuilt = {row.fact for row in ILLEGAL if row.error is NotImplementedError and not row.where} - {"slopes_gradient"}
     assert "page_table" in unbuilt
     for name in unbuilt:
         with pytest.raises(NotImplementedError, match=f"^{name} must be"):
             asked(options={name: 3})
+
+
+def test_every_option_of_the_table_is_refused_on_cuda(hopper):
+    values = {
+        "attention_chunk": 3, "softcap": 2.0, "sink": torch.ones(4, device="cuda"),
+        "alibi_slopes": torch.ones(3, 4, device="cuda"), "score": ScoreHook("none", None),
+        "mask": MaskHook("none", None),
+    }  # fmt: skip
+    assert set(values) == {row.fact for row in ILLEGAL if ("packed", True) in row.where}
+    for name, value in values.items():
+        with pytest.raises(NotImplementedError, match=f"^{name} must be .* for packed sequences on CUDA"):
+            asked(device="cuda", options={name: value})
 
 
 def test_a_problem_says_what_was_asked():
@@ -124,6 +151,12 @@ def test_a_problem_says_what_was_asked():
     )  # fmt: skip
     assert found == expected and hash(found) == hash(replace(found)) and found.group == 2
     assert found.out_shape == (9, 4, 32)
+    score, mask = ScoreHook("none", None, cpu=abs), MaskHook("all", None, cpu=abs)
+    numbers, tensors = {"attention_chunk": 100, "softcap": 15}, {"sink": torch.ones(4), "alibi_slopes": torch.ones(4)}
+    more = asked(options={"causal": True, "score": score, "mask": mask} | numbers | tensors)
+    assert more == replace(
+        expected, has_seqused_k=False, has_sink=True, has_alibi=True, score=score, mask=mask, **numbers
+    )
     with pytest.raises(FrozenInstanceError):
         found.heads = 1
 
@@ -144,8 +177,49 @@ def test_a_bound_is_kept_where_a_sequence_may_be_as_long(window_size, expected):
 
 
 def test_its_sequences_side_by_side():
-    found = asked(options={"causal": True, "softmax_scale": 0.3, "window_size": (4, 0)}).side_by_side(3, 5, 7)
-    assert found == Problem(torch.device("cpu"), torch.bfloat16, 1, 5, 7, 12, 6, 64, 32, 0.3, 4, 0)
+    options = {"causal": True, "softmax_scale": 0.3, "window_size": (4, 0)}
+    found = asked(options=options).side_by_side(torch.arange(3), 5, 7)
+    expected = Problem(torch.device("cpu"), torch.bfloat16, 1, 5, 7, 12, 6, 64, 32, 0.3, 4, 0)
+    assert found == expected
+    more = {"softcap": 2.0, "sink": torch.ones(4), "alibi_slopes": torch.ones(3, 4)}
+    found = asked(options=options | more).side_by_side(torch.arange(3), 5, 7)
+    assert found == replace(expected, softcap=2.0, has_sink=True, has_alibi=True)
+
+
+@pytest.mark.parametrize(
+    ("chunk", "seqlen_q", "seqlen_k", "expected"),
+    [(7, 5, 7, (0, 4, 0)), (6, 5, 7, (6, 4, 0)), (7, 7, 5, (7, 4, 0)), (5, 7, 5, (5, None, 0)), (0, 5, 7, (0, 4, 0))],
+)
+def test_a_chunk_is_kept_for_the_sequences_of_which_it_hides_keys(chunk, seqlen_q, seqlen_k, expected):
+    """All rows together say nothing of it: a sequence may be longer or shorter, with more queries or more keys."""
+    problem = asked(options={"window_size": (4, 0), "attention_chunk": chunk})
+    assert problem.attention_chunk == chunk
+    found = problem.side_by_side(torch.arange(1), seqlen_q, seqlen_k)
+    assert (found.attention_chunk, found.left, found.right) == expected
+
+
+def test_hooks_of_sequences_side_by_side():
+    """They see each sequence as the batch entry that it is, and its heads as they are."""
+    seen = []
+    hooks = {
+        "score": ScoreHook(
+            "kept", None, cpu=lambda x, *place: seen.append(place) or x,
+            cpu_backward=lambda gradient, x, *place: seen.append(place) or gradient,
+        ),
+        "mask": MaskHook("kept", None, cpu=lambda *place: seen.append(place) or torch.ones(1, dtype=torch.bool)),
+    }  # fmt: skip
+    found = asked(options=hooks).side_by_side(torch.tensor([2, 0]), 5, 7)
+    place = indices_of(range(1), range(8), range(5), range(7), "cpu")
+    tile = torch.zeros(1, 8, 5, 7)
+    found.score.scores(tile, place)
+    found.score.gradient(tile, tile, place)
+    found.mask.hidden(place)
+    assert len(seen) == 3
+    for sequence, head, query, key in seen:
+        assert sequence.flatten().tolist() == [2, 2, 2, 2, 0, 0, 0, 0]
+        assert head.flatten().tolist() == [0, 1, 2, 3, 0, 1, 2, 3] and query is place[2] and key is place[3]
+    plain = ScoreHook("doubled", None, cpu=lambda x, *_: 2 * x).side_by_side(torch.arange(2), 4)
+    assert plain.gradient(tile + 1, tile, place).unique().tolist() == [2]
 
 
 def test_rows_that_sequences_use():
