@@ -116,7 +116,7 @@ class PackedGradients(torch.autograd.Function):
 
 class Alike(NamedTuple):
     """Sequences of equal used lengths, computed as one whose heads are the heads of them all: products then read memory
-    as those of one sequence do, which keeps their bits.
+    in the order of one sequence's. BLAS may still sum otherwise than for one alone: by alignment, number of products.
     """
 
     problem: Problem
