@@ -198,6 +198,10 @@ class PackedWorkSchedule(TableSchedule):
     def read_work(self, queue: TileQueue, state):
         return self.read(queue, state)
 
+    def work_again(self, queue: TileQueue, state, work: PackedWork):
+        """From shared memory: where sequences are, takes more registers than store warps have."""
+        return self.read(queue, state)
+
     @cute.jit
     def give_back(self, queue: TileQueue, state):
         queue.pipe.consumer_release(state)

@@ -316,7 +316,6 @@ def test_static_holds_classes_and_presence(hopper):
         ({"seqlen_k": 2**30}, {}, ValueError, "seqlen_k must be less than 2**30, got 1073741824"),
         ({"batch": 2**20, "heads": 2**5, "seqlen_q": 64 * 63 + 1}, {}, ValueError,
          "batch * heads * ceil(seqlen_q / 64) must be less than 2**31 - 2**12, got 2147483648"),
-        ({}, {"window_size": (5, -1)}, NotImplementedError, f"{WINDOW}, got 5"),
         ({}, {"sm_margin": 132}, ValueError, "the device's SMs minus sm_margin must be at least 1, got 0"),
         ({}, {"sm_margin": 1.0}, ValueError, "sm_margin must be an integer of at least 0, got 1.0"),
         ({}, {"plan": Plan(100, 128)}, ValueError, "tile_m must be 64, 128 or 192, got 100"),
