@@ -164,6 +164,7 @@ class PackedWorkSchedule(TableSchedule):
     """Tiles of K and V; as backward_work.WorkSchedule."""
 
     ordered: bool = False
+    reread: bool = False  # for each head, from shared memory: where store warps have too few registers to keep it
 
     kind = PackedWork
 
@@ -199,8 +200,7 @@ class PackedWorkSchedule(TableSchedule):
         return self.read(queue, state)
 
     def work_again(self, queue: TileQueue, state, work: PackedWork):
-        """From shared memory: where sequences are, takes more registers than store warps have."""
-        return self.read(queue, state)
+        return self.read(queue, state) if self.reread else work
 
     @cute.jit
     def give_back(self, queue: TileQueue, state):

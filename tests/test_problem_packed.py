@@ -7,7 +7,7 @@ import torch
 from refusal import refused
 
 from hopper_fa3.plan import Plan
-from hopper_fa3.problem import ILLEGAL, BackwardStatic, Problem, Static
+from hopper_fa3.problem import BackwardStatic, Packed, ILLEGAL, Problem, Static
 from hopper_fa3.problem_packed import PackedProblem, used_rows
 
 NUMBERS = {"total_q": 9, "total_k": 12, "heads": 4, "heads_k": 2, "head_dim": 64, "head_dim_v": 32}
@@ -179,8 +179,12 @@ def test_nothing_on_cuda_is_read(hopper):
 
 def test_the_static_parts(hopper):
     found = asked(device="cuda", options={"causal": True, "softmax_scale": -1.0})
-    assert found.static == Static("bfloat16", 64, 64, True, False, True)
-    assert found.backward_static(True, False) == BackwardStatic("bfloat16", 64, 64, True, True, False)
+    packed = Packed(used_q=False, used_k=False)
+    assert found.static == Static("bfloat16", 64, 64, True, False, True, packed)
+    gradients = BackwardStatic("bfloat16", 64, 64, True, True, False, packed=packed)
+    assert found.backward_static(True, False) == gradients
+    used = {f"seqused_{name}": torch.empty(3, dtype=torch.int32, device="cuda") for name in "qk"}
+    assert asked(device="cuda", **used).static.packed == Packed(used_q=True, used_k=True)
 
 
 @pytest.mark.parametrize(
