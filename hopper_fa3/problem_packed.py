@@ -131,12 +131,11 @@ class PackedProblem:
         """The same for the gradients of a CUDA problem; the sign of the scale changes nothing in them."""
         return backward_static_of(self, lse_gradient, deterministic)._replace(packed=self.packed)
 
-    def side_by_side(self, count, seqlen_q, seqlen_k):
-        """The Problem of ``count`` of its sequences, all of these lengths, as the heads of one."""
+    def of_sequence(self, seqlen_q, seqlen_k):
+        """The Problem of one sequence of these used lengths."""
         shared = {field.name for field in fields(self)} & {field.name for field in fields(Problem)}
         lengths = {"batch": 1, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
-        heads = {"heads": count * self.heads, "heads_k": count * self.heads_k}
-        return Problem(**{name: getattr(self, name) for name in shared} | lengths | heads)
+        return Problem(**{name: getattr(self, name) for name in shared} | lengths)
 
 
 def used_rows(cu_seqlens, seqused=None):

@@ -8,16 +8,11 @@ from typing import NamedTuple
 
 import torch
 
-from .band import blocks
 from .problem import Problem
 from .problem_packed import used_rows
 from .reference import blockwise, standard
 from .reference_backward import blockwise_backward
 from .tiles import arithmetic_dtype
-
-# Short sequences of equal lengths are computed together, up to so many rows of Q or of K. 80,000 sequences of 16 with 2
-# heads of 64 take 1 s on two cores so, one by one 20 s; 4096 rows gain nothing more.
-SHARED_ROWS = 2048
 
 
 class Lengths(NamedTuple):
@@ -101,39 +96,25 @@ class PackedGradients(torch.autograd.Function):
         raise NotImplementedError("attention can be differentiated once only (second derivatives are not built)")
 
 
-class Alike(NamedTuple):
-    """Sequences of equal used lengths, computed as one whose heads are the heads of them all: products then read memory
-    as those of one sequence do, which keeps their bits.
-    """
+class Sequence(NamedTuple):
+    """One sequence that has queries and keys."""
 
     problem: Problem
-    queries: torch.Tensor  # (seqlen_q, count): which rows of q
-    keys: torch.Tensor  # (seqlen_k, count)
+    queries: slice  # rows of q
+    keys: slice
 
 
-def _alike(problem, lengths):
-    """All sequences that have queries and keys, in groups."""
-    starts = {}
+def _sequences(problem, lengths):
+    """Those that have something to compute. Each by itself, as a call of its own would be computed: products of several
+    at once may round otherwise, and a sequence's bits would depend on its neighbours.
+    """
+    problems = {}
     for queries, keys in lengths.rows:
         if queries and keys:
-            starts.setdefault((len(queries), len(keys)), []).append((queries.start, keys.start))
-    for (seqlen_q, seqlen_k), all_starts in starts.items():
-        for part in blocks(range(len(all_starts)), max(SHARED_ROWS // max(seqlen_q, seqlen_k), 1)):
-            first_q, first_k = torch.tensor(all_starts[part.start : part.stop]).unbind(1)
-            queries, keys = (
-                torch.arange(length)[:, None] + first for length, first in ((seqlen_q, first_q), (seqlen_k, first_k))
-            )
-            yield Alike(problem.side_by_side(len(part), seqlen_q, seqlen_k), queries, keys)
-
-
-def _gathered(x, rows):
-    """(total, heads, n) -> (1, length, count * heads, n)"""
-    return x[rows].flatten(1, 2)[None]
-
-
-def _gathered_lse(lse, rows):
-    """(heads, total) -> (1, count * heads, length)"""
-    return lse[:, rows].permute(2, 0, 1).flatten(0, 1)[None]
+            both = len(queries), len(keys)
+            if both not in problems:
+                problems[both] = problem.of_sequence(*both)
+            yield Sequence(problems[both], slice(queries.start, queries.stop), slice(keys.start, keys.stop))
 
 
 def _forward(problem, q, k, v, lengths, out=None):
@@ -141,10 +122,9 @@ def _forward(problem, q, k, v, lengths, out=None):
         out = torch.empty(problem.out_shape, dtype=q.dtype, device=q.device)
     out.zero_()
     lse = torch.full((problem.heads, problem.total_q), -math.inf, dtype=arithmetic_dtype(q.dtype), device=q.device)
-    for alike, queries, keys in _alike(problem, lengths):
-        found, found_lse = blockwise(alike, _gathered(q, queries), _gathered(k, keys), _gathered(v, keys))
-        out[queries] = found[0].unflatten(1, (-1, problem.heads))
-        lse[:, queries] = found_lse[0].unflatten(0, (-1, problem.heads)).permute(1, 2, 0)
+    for one, queries, keys in _sequences(problem, lengths):
+        tensors = q[None, queries], k[None, keys], v[None, keys]
+        _, lse[None, :, queries] = blockwise(one, *tensors, out=out[None, queries])
     return out, lse
 
 
@@ -153,16 +133,14 @@ def _backward(problem, q, k, v, lengths, out, lse, dout, dlse, wanted):
         torch.zeros(x.shape, dtype=x.dtype, device=x.device) if asked else None
         for x, asked in zip((q, k, v), wanted, strict=True)
     ]
-    for alike, queries, keys in _alike(problem, lengths):
-        found = blockwise_backward(
-            alike,
-            *(_gathered(x, rows) for x, rows in ((q, queries), (k, keys), (v, keys), (out, queries))),
-            _gathered_lse(lse, queries),
-            None if dout is None else _gathered(dout, queries),
-            None if dlse is None else _gathered_lse(dlse, queries),
-            wanted=wanted,
+    for one, queries, keys in _sequences(problem, lengths):
+        arrived = (
+            None if dout is None else dout[None, queries],
+            None if dlse is None else dlse[None, :, queries],
         )
+        tensors = q[None, queries], k[None, keys], v[None, keys], out[None, queries], lse[None, :, queries]
+        found = blockwise_backward(one, *tensors, *arrived, wanted=wanted)
         for whole, rows, part in zip(gradients, (queries, keys, keys), found, strict=True):
             if whole is not None:
-                whole[rows] = part[0].unflatten(1, (-1, whole.shape[1]))
+                whole[None, rows] = part
     return tuple(gradients)
