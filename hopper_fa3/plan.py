@@ -56,21 +56,12 @@ TABLE = {
     (256, 256, True): Plan(128, 80, pingpong=False),
 }
 
-# The same with a left bound, where the causal row does not serve: the second mask needs registers
-WINDOW_TABLE = {
-    # With 128 keys 40 registers spill. Causal, 112 lose 2 % to 128, and P in registers, 128 x 128, 4 to 7 %
-    (128, 128): Plan(192, 112, shared_p=True),
-}
-
 
 def choose(static):
     """The plan for a problem's static part: a row of the table, or for unusual pairs of head dims the largest K/V
-    block that fits.
+    block that fits. With a left bound the row of a causal mask: its kernels hold the second mask without a spill.
     """
-    dims = static.head_dim, static.head_dim_v
-    row = TABLE.get((*dims, static.right_bound))
-    if static.left_bound:
-        row = WINDOW_TABLE.get(dims, row)
+    row = TABLE.get((static.head_dim, static.head_dim_v, static.right_bound))
     return row if row is not None else largest_block(static)
 
 

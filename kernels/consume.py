@@ -25,6 +25,7 @@ from .products import (
     new_accumulator,
     rows_and_columns,
 )
+from .registers import kept
 from .schedule import SLOTS, Schedule, TileQueue
 from .sequence import rows_of
 from .softmax import QUAD, ROWS, Softmax, rescale_rows
@@ -334,7 +335,9 @@ class Consumer:
         issue_scores(products, scores, k_stage)
         wgmma.wait_group(0)
         if const_expr(sides != NO_SIDE):
-            self.mask(scores, rows, block, sides, run)
+            # Two comparisons an element, were they known, the compiler would keep from the first time, bit by bit
+            again = kept(block) if const_expr(sides.left and sides.right) else block
+            self.mask(scores, rows, again, sides, run)
         rescale = self.softmax.catch_up(rows_and_columns(scores), sums, rows.shift, rows.sum, run.scale_log2)
         rescale_rows(rows_and_columns(rows.acc_o), rescale)
 

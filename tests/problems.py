@@ -26,7 +26,7 @@ def inputs(seqlen_q, seqlen_k, heads=4, heads_k=2, head_dim=8, head_dim_v=8, bat
 
 
 def asked(q, k, v, left=None, **options):
-    """The problem, with a left bound as it is, also where it hides no key."""
+    """The problem, with a left bound of any value, also one that hides nothing."""
     return replace(Problem.from_tensors(q, k, v, **options), left=left)
 
 

@@ -83,8 +83,8 @@ def test_machine_code_of_gradients(static, chosen):
         assert (each.stack, each.local, each.spills) == (0, 0, 0)
     assert not any(family in each.counts for each in (before, *others) for family in ("HGMMA", "UTMALDG"))
     # S in steps of 16 head dims; dP; dV and dK in steps of 16 queries; dQ in steps of 16 keys. A head's first S, the
-    # masked loop, the unmasked loop, with a left bound one more, and the last step, which has no next S but also its own
-    # dQ; in one of the two orders of products also the second step, which has no dQ.
+    # masked loop, the unmasked loop, with a left bound one more, and the last step, which has no next S but also its
+    # own dQ; in one of the two orders of products also the second step, which has no dQ.
     scores, dp, by_queries, dq = (x // 16 for x in (config.head_dim, config.head_dim_v, config.tile_m, config.tile_n))
     loop = scores + dp + 2 * by_queries + dq
     seconds, loops = int(not config.early_sums), 3 if static.left_bound else 2
