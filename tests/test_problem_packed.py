@@ -7,7 +7,7 @@ import torch
 from refusal import refused
 
 from hopper_fa3.plan import Plan
-from hopper_fa3.problem import BackwardStatic, Packed, ILLEGAL, Problem, Static
+from hopper_fa3.problem import ILLEGAL, BackwardStatic, Packed, Problem, Static
 from hopper_fa3.problem_packed import PackedProblem, used_rows
 
 NUMBERS = {"total_q": 9, "total_k": 12, "heads": 4, "heads_k": 2, "head_dim": 64, "head_dim_v": 32}
