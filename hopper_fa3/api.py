@@ -60,6 +60,23 @@ def _recall(q, k, v, out, options):
         return None, None
 
 
+def _lengths_recalled(lengths, longest):
+    """What a recipe of packed sequences depends on of cu_seqlens and seqused (``lengths``) and max_seqlen
+    (``longest``): not on what they hold. None where one is of no legal kind; then PackedProblem says so.
+    """
+    try:
+        kinds = tuple(
+            (x >= 0) if type(x) is int else (x.dtype, x.shape)  # a bool or a float has none of these
+            for x in longest
+        )
+        traits = tuple(
+            None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() != 0) for x in lengths
+        )
+        return None if False in kinds else (kinds, traits)
+    except (AttributeError, RuntimeError):  # no tensors, tensors without memory
+        return None
+
+
 def _remember(signature, recipe):
     if signature is None:
         return
@@ -157,23 +174,31 @@ def flash_attn_varlen_func(
     total_q)`` in float32 (float64 for float64). A query that sees no key yields 0 and LSE -inf, or the sink; a row of q
     that no sequence uses always the former. Differentiable as flash_attn_func is, and raises what it does.
     """
-    problem = PackedProblem.from_tensors(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k,
-        softmax_scale=softmax_scale, causal=causal, qv=qv, q_descale=q_descale, k_descale=k_descale,
-        v_descale=v_descale, window_size=window_size, attention_chunk=attention_chunk, softcap=softcap,
-        num_splits=num_splits, pack_gqa=pack_gqa, deterministic=deterministic, sm_margin=sm_margin, sink=sink,
-        alibi_slopes=alibi_slopes, score=score, mask=mask, block_mask=block_mask, page_table=page_table, out=out,
-        plan=plan,
-    )  # fmt: skip
     lengths = reference_packed.Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
-    if problem.device.type == "cpu":
-        out, lse = reference_packed.blockwise_packed(
-            problem, q, k, v, lengths, sink=sink, alibi_slopes=alibi_slopes, out=out
+    options = (
+        softmax_scale, causal, qv, q_descale, k_descale, v_descale, window_size, attention_chunk, softcap, num_splits,
+        pack_gqa, deterministic, sm_margin, sink, alibi_slopes, score, mask, block_mask, page_table, plan,
+        _lengths_recalled(lengths, (max_seqlen_q, max_seqlen_k)),
+    )  # fmt: skip
+    signature, recipe = (None, None) if options[-1] is None else _recall(q, k, v, out, options)
+    if recipe is None:
+        problem = PackedProblem.from_tensors(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k,
+            softmax_scale=softmax_scale, causal=causal, qv=qv, q_descale=q_descale, k_descale=k_descale,
+            v_descale=v_descale, window_size=window_size, attention_chunk=attention_chunk, softcap=softcap,
+            num_splits=num_splits, pack_gqa=pack_gqa, deterministic=deterministic, sm_margin=sm_margin, sink=sink,
+            alibi_slopes=alibi_slopes, score=score, mask=mask, block_mask=block_mask, page_table=page_table, out=out,
+            plan=plan,
+        )  # fmt: skip
+        if problem.device.type == "cpu":
+            out, lse = reference_packed.blockwise_packed(
+                problem, q, k, v, lengths, sink=sink, alibi_slopes=alibi_slopes, out=out
+            )
+            return (out, lse) if return_attn_probs else out
+        recipe = launch_packed.prepare(
+            problem, q, k, v, out=out, plan=plan, sm_margin=sm_margin, deterministic=deterministic
         )
-        return (out, lse) if return_attn_probs else out
-    recipe = launch_packed.prepare(
-        problem, q, k, v, out=out, plan=plan, sm_margin=sm_margin, deterministic=deterministic
-    )
+        _remember(signature, recipe)
     if recipe.gradients is not None:
         out, lse = ops.PackedAttention.apply(q, k, v, recipe, *lengths)
     else:

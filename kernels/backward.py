@@ -45,7 +45,7 @@ class BackwardKernel:
         )
         self.boxes = WholeBoxes
         if config.packed:
-            self.schedule, self.boxes = PackedWorkSchedule(ordered=config.turns), SequenceBoxes
+            self.schedule, self.boxes = PackedWorkSchedule(ordered=config.turns, reread=config.wide), SequenceBoxes
         self.prologue = Prologue(config, self.dtype)
         # Where dQ is not summed
         self.queries = None

@@ -34,9 +34,8 @@ from .blocks import LEFT, NO_SIDE, Band, Sides
 from .config import WARPGROUP_THREADS, WARPS_PER_WARPGROUP, WGMMA_M, BackwardConfig
 from .phases import Phase, begin
 from .products import convert, new_accumulator, new_left_operand
-from .registers import kept, released_by_first_lane
+from .registers import kept, released_by_first_lane, row_between_tiles
 from .schedule import SLOTS, TileQueue
-from .softmax import QUAD
 from .workspace import write_piece
 
 LSE, DELTA = range(2)  # row statistics, in their order
@@ -104,11 +103,7 @@ class BackwardConsumer:
         ds_state = pipeline.make_pipeline_state(consumer, config.score_stages)
         state = State(q_state, do_state, ds_state, Int32(0))
         queue_state = pipeline.make_pipeline_state(consumer, SLOTS)
-        row = thread
-        if const_expr(self.band.packed):
-            # Not the one that is kept: where this is used, between tiles, it is cheaper to compute than to spill
-            row = cute.arch.thread_idx()[0] % WARPGROUP_THREADS
-        own_key = warpgroup * WGMMA_M + row // QUAD // 8 * 16 + row // QUAD % 8
+        own_key = warpgroup * WGMMA_M + row_between_tiles(self.band, thread)
         work = self.schedule.receive_work(queue, queue_state)
         while work.n_block >= 0:
             seqlen_q, seqlen_k = work.lengths(lengths)

@@ -41,9 +41,9 @@ class Prologue:
         sums,
         turns,
     ):
-        """One step's queries of one head, ``place``: (block, head, batch). out, do: (batch, seqlen_q, heads, head_dim_v); lse, dlse (or None): (batch,
-        heads, seqlen_q); rows: (batch, heads, blocks, 2 tile_m); sums of dQ: (batch, heads, blocks, floats),
-        or None; turns (batch, heads, blocks, pieces), or None: also set to 0.
+        """One step's queries of one head, ``place``: (block, head, batch). out, do: (batch, seqlen_q, heads,
+        head_dim_v); lse, dlse (or None): (batch, heads, seqlen_q); rows: (batch, heads, blocks, 2 tile_m); sums of dQ:
+        (batch, heads, blocks, floats), or None; turns (batch, heads, blocks, pieces), or None: also set to 0.
         """
         block, head, batch = place
         lanes = 1 << (self.config.head_dim_v // GROUP - 1).bit_length()  # of a row; a power of two for the shuffles
@@ -123,8 +123,8 @@ class Epilogue:
 
     @cute.jit
     def queries(self, place: tuple, sums: cute.Tensor, dq: cute.Tensor, scale: Float32, seqlen_k: Int32, right: Int32):
-        """dQ of one step's queries of one head, ``place``: (block, head, batch); a piece a warpgroup. dq: (seqlen_q, head_dim, heads, batch). A query
-        that sees no key gets 0, whatever dO held.
+        """dQ of one step's queries of one head, ``place``: (block, head, batch); a piece a warpgroup. dq: (seqlen_q,
+        head_dim, heads, batch). A query that sees no key gets 0, whatever dO held.
         """
         config = self.config
         block, head, batch = place

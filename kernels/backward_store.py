@@ -81,6 +81,8 @@ class SumStore:
                 blocks = self.band.query_blocks(work.n_block, config.tile_m, *lengths_and_bounds)
                 head = self.band.first_head(work, blocks)
             while head < work.last_head:
+                work = self.schedule.work_again(queue, queue_state, work)
+                seqlen_q, seqlen_k = work.lengths(lengths)
                 head_turns = work.lines_of(turns[work.batch, head, None, None]) if const_expr(config.turns) else None
                 head_sums = work.lines_of(sums[work.batch, head, None, None])
                 self.add_head(head_sums, head_turns, shared, work, head, seqlen_q, seqlen_k, run, warpgroup)

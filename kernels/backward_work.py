@@ -199,6 +199,10 @@ class WorkSchedule(Schedule):
         fields = (queue.slots[field, state.index] for field in range(len(kind._fields)))
         return kind(*(cute.arch.make_warp_uniform(field) for field in fields))
 
+    def work_again(self, queue: TileQueue, state, work: NamedTuple):
+        """``work`` before it is given back, from registers."""
+        return work
+
     @cute.jit
     def give_back(self, queue: TileQueue, state):
         """``state`` of the next tile. Every lane has read, and every lane gives back: racecheck knows no other way."""

@@ -382,7 +382,7 @@ class BackwardConfig(Checked):
             ),
             (
                 not (self.packed and self.key_parts),
-                "packed sequences need whole groups of heads and whole tiles: the host does not know how many these are",
+                "packed sequences need whole groups of heads and whole tiles: only the device knows how many these are",
             ),
             (
                 {self.unused, self.unused_v} <= set(range(0, 1 if self.wide else WGMMA_M, WGMMA_K)),

@@ -19,9 +19,9 @@ from .consume import Consumer
 from .kv_source import DenseValues
 from .load import Producer, tma_pipe
 from .output import DirectOutput, StagedOutput
+from .packed_schedule import PackedSchedule
 from .phases import Phase, begin
 from .probabilities import RegisterP, SharedP
-from .packed_schedule import PackedSchedule
 from .schedule import SLOTS, Schedule, make_tile_queue, slots_shape
 from .smem import forward_layouts, forward_storage
 from .softmax import Softmax

@@ -5,7 +5,7 @@ from functools import partial
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr, pipeline
+from cutlass import Int32, pipeline
 
 from .args import RunTime, TiledTensor, partition
 from .blocks import Band

@@ -164,6 +164,7 @@ class PackedWorkSchedule(TableSchedule):
     """Tiles of K and V; as backward_work.WorkSchedule."""
 
     ordered: bool = False
+    reread: bool = False  # for each head, from shared memory: where store warps have too few registers to keep it
 
     kind = PackedWork
 
@@ -197,6 +198,9 @@ class PackedWorkSchedule(TableSchedule):
 
     def read_work(self, queue: TileQueue, state):
         return self.read(queue, state)
+
+    def work_again(self, queue: TileQueue, state, work: PackedWork):
+        return self.read(queue, state) if self.reread else work
 
     @cute.jit
     def give_back(self, queue: TileQueue, state):

@@ -7,6 +7,10 @@ computes it again in every step of a loop; but to read one takes as long as ten 
 from dataclasses import replace
 
 import cutlass.cute as cute
+from cutlass import const_expr
+
+from .config import WARPGROUP_THREADS
+from .softmax import QUAD
 
 
 def kept(value):
@@ -18,3 +22,14 @@ def released_by_first_lane(pipes):
     """The pipelines. A warp's first lane gives their stages back, as in their own way, but which one it is is kept."""
     first = kept(cute.arch.lane_idx()) == 0
     return tuple(replace(pipe, is_signaling_thread=first) for pipe in pipes)
+
+
+@cute.jit
+def row_between_tiles(band, thread):
+    """The first of a thread's two rows of a WGMMA accumulator. ``thread``: of the warpgroup, kept. Where a sequence's
+    place takes registers (``band.packed``) it is computed from the special register, which is cheaper between tiles
+    than to spill.
+    """
+    if const_expr(band.packed):
+        thread = cute.arch.thread_idx()[0] % WARPGROUP_THREADS
+    return thread // QUAD // 8 * 16 + thread // QUAD % 8

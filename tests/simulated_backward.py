@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import numpy as np
 from simulated_cutlass import StandIn, identity
-from simulated_memory import WARP_ROWS, WARPGROUP_ROWS, Columns, Registers, Stages, Tiles, View
+from simulated_memory import WARP_ROWS, WARPGROUP_ROWS, Columns, Memory, Registers, Stages, Tiles, View
 
 
 class Outputs:
@@ -23,6 +23,28 @@ class Outputs:
     def store(self, target, _layout, registers, _memory, piece):
         rows = target.array[piece.batch, piece.first_row : piece.first_row + WARP_ROWS, piece.head]
         rows[:] = registers.read()[: len(rows)]
+
+
+class SequenceBoxes:
+    """load.SequenceBoxes: zeros from where the sequence ends."""
+
+    def __init__(self, rows, columns):
+        self.rows = rows
+
+    def of_head(self, tiled, shared, head, batch, origin):
+        return tiled.array[batch, origin:, head], shared
+
+    def box(self, tiled, shared, tiles, block, length):
+        first = block * self.rows
+        valid = min(length - first, self.rows)
+        tile = np.zeros((self.rows, tiles.shape[1]))
+        tile[: max(valid, 0)] = tiles[first : first + max(valid, 0)]
+        return tile
+
+
+def rows_of(tensor, offset, length, mode=0):
+    """sequence.rows_of, of gradients: (batch, length, heads, columns) here."""
+    return tensor if offset is None else Memory(tensor.array[:, offset : offset + length])
 
 
 class Replacements:
@@ -48,7 +70,8 @@ class Replacements:
     def modules(self):
         return {
             "softmax": {"ROWS": 1},
-            "load": {"head_tiles": self.head_tiles},
+            "load": {"head_tiles": self.head_tiles, "SequenceBoxes": SequenceBoxes},
+            "sequence": {"rows_of": rows_of, "behind": lambda tensor, line: Memory(tensor.array[line or 0 :])},
             "mask": {"mask_scores": self.mask_scores},
             "products": {
                 "new_accumulator": lambda product, tile: Registers(),

@@ -40,6 +40,8 @@ class Shape:
 class Problem:
     """Inputs, row statistics and the gradients, in float64."""
 
+    packed = False
+
     def __init__(self, shape, seed):
         normal = np.random.default_rng(seed).normal
         rows, keys = (shape.batch, shape.seqlen_q, shape.heads), (shape.batch, shape.seqlen_k, shape.heads_k)
@@ -73,6 +75,10 @@ class Problem:
         parts = [x.reshape(shape.batch, shape.heads, steps, queries) for x in padded]
         return np.concatenate(parts, -1).swapaxes(1, 2)
 
+    def rows_in_lines(self, rows, queries):
+        """The rows of q among those of whole lines of the workspace, ``queries`` each."""
+        return rows[:, : self.shape.seqlen_q]
+
     def check(self, **gradients):
         for name, found in gradients.items():
             np.testing.assert_allclose(found, getattr(self, name), rtol=0, atol=1e-9, err_msg=name)
@@ -86,7 +92,9 @@ class Launch:
         self.replacements = Replacements(self.simulation)
         cutlass = make_cutlass(self.simulation, self.replacements.cute())
         self.kernels = Kernels(cutlass, self.replacements.modules(), edits)
-        self.counter = Memory(np.zeros(2, int))
+        self.counter, self.table = Memory(np.zeros(2, int)), None
+        load = self.kernels["load"]
+        self.boxes = load.SequenceBoxes if problem.packed else load.WholeBoxes
 
     def add_warps(self, cta, warps, role, *arguments):
         for warp in warps:
@@ -94,10 +102,10 @@ class Launch:
 
     def queue(self, cta, dynamic, readers, slots=2):
         pipe = Pipe(cta, "queue", 2, readers, copies=0) if dynamic else None
-        return self.kernels["schedule"].TileQueue(self.counter, Memory(np.full(slots, -2)), pipe)
+        return self.kernels["schedule"].TileQueue(self.counter, Memory(np.full(slots, -2)), pipe, self.table)
 
     def band(self, config):
-        return self.kernels["blocks"].Band(config.tile_n, config.right_bound, config.left_bound)
+        return self.kernels["blocks"].Band(config.tile_n, config.right_bound, config.left_bound, config.packed)
 
     def run(self):
         self.simulation.run()
@@ -108,13 +116,17 @@ def run_queries(problem, seed, edits=(), head_dim=256):
     """The kernel of dQ."""
     launch, shape = Launch(problem, seed, edits), problem.shape
     kernels = launch.kernels
-    config = kernels["query_config"].QueryConfig("bfloat16", head_dim, head_dim, shape.bounded, shape.left is not None)
+    bounds = shape.bounded, shape.left is not None
+    config = kernels["query_config"].QueryConfig("bfloat16", head_dim, head_dim, *bounds, problem.packed)
     schedule = kernels["schedule"].Schedule(config.tile_m, config.dynamic, descending=config.dynamic)
+    if problem.packed:
+        schedule = kernels["packed_schedule"].PackedSchedule()
+        launch.table = problem.table(config, launch.simulation.chance, keys=False)
     band = launch.band(config)
     class_of_consumer = kernels["query_consume"].QueryConsumer
     class_of_consumer.own_rows = launch.replacements.own_rows(class_of_consumer.own_rows)
     class_of_consumer.make_products = launch.replacements.make_query_products
-    producer = kernels["query_load"].QueryProducer(config, band, schedule)
+    producer = kernels["query_load"].QueryProducer(config, band, schedule, launch.boxes)
     consumer = class_of_consumer(config, None, band, schedule, WARPGROUP_ROWS)
     run = kernels["args"].RunTime(SCALE_LOG2, shape.right or 0, shape.left, shape.section, 1)
     tensors = [Tensor(x) for x in (problem.q, problem.do, problem.k, problem.v)]
@@ -129,7 +141,7 @@ def run_queries(problem, seed, edits=(), head_dim=256):
             Pipe(cta, "K", config.stages, readers),
             Pipe(cta, "V", config.value_stages, readers),
         )
-        queue = launch.queue(cta, config.dynamic, readers)
+        queue = launch.queue(cta, config.dynamic, readers, (schedule.fields, 2) if problem.packed else 2)
         launch.add_warps(cta, [0], producer, tensors, shared, pipes, queue, run)
         launch.add_warps(cta, CONSUMER_WARPS, consumer, tensors, rows, dq, SCALE, shared, pipes, queue, run)
     launch.run()
@@ -143,18 +155,22 @@ class KeysLaunch(Launch):
         super().__init__(problem, seed, edits)
         shape, kernels = problem.shape, self.kernels
         split = shape.split > 1
-        options = (tile_m, 2, deterministic, split, split_tail, 0, 0, shape.left is not None)
+        options = (tile_m, 2, deterministic, split, split_tail, 0, 0, shape.left is not None, problem.packed)
         self.config = config = kernels["config"].BackwardConfig("bfloat16", *head_dims, shape.bounded, *options)
         self.band = self.band(config)
         self.work = kernels["backward_work"]
         order = config.descending, config.turns
         self.schedule = self.work.WorkSchedule(config.tile_n, True, *order, split_tail, tile_m)
-        self.steps, self.tiles = (-(-length // tile) for length, tile in self.lengths_and_tiles())
+        if problem.packed:
+            self.schedule = kernels["packed_schedule"].PackedWorkSchedule(ordered=config.turns)
+            together = {"together": config.turns, "descending": config.descending, "line": tile_m}
+            self.table = problem.table(config, self.simulation.chance, keys=True, **together)
+        rows = problem.statistics(tile_m)
+        self.steps, self.tiles = rows.shape[1], -(-shape.seqlen_k // config.tile_n)
         scalars = SCALE_LOG2, SCALE, shape.right or 0, shape.left, shape.section * shape.split
         scalars = *scalars, shape.heads_k * shape.split
         self.all_tiles = self.tiles * shape.heads_k * shape.split * shape.batch
         self.run_time = kernels["args"].BackwardRunTime(*scalars, *self.tail(), 1)
-        rows = problem.statistics(tile_m)
         self.tensors = [Tensor(x) for x in (problem.k, problem.v, problem.q, problem.do, rows)]
         self.lengths = shape.seqlen_q, shape.seqlen_k, shape.heads, shape.heads_k, shape.batch
         self.outputs = [
@@ -167,10 +183,6 @@ class KeysLaunch(Launch):
         self.class_of_store = kernels["backward_store"].SumStore
         self.class_of_store.add_head = self.replacements.add_head(self.class_of_store.add_head)
         self.sums, self.turns = Memory(np.zeros((*pieces, *parts))), Memory(np.zeros(pieces, int))
-
-    def lengths_and_tiles(self):
-        shape = self.problem.shape
-        return (shape.seqlen_q, self.config.tile_m), (shape.seqlen_k, self.config.tile_n)
 
     def tail(self):
         """``(whole_tiles, parts)`` by chance."""
@@ -206,9 +218,9 @@ class KeysLaunch(Launch):
             Pipe(cta, "dO", config.do_stages, consumers),
         )
         readers = consumers + config.sums * config.consumer_warpgroups
-        queue = self.queue(cta, True, readers, slots=(self.work.count_fields(config.split_tail), 2))
+        queue = self.queue(cta, True, readers, slots=(self.schedule.fields, 2))
         role = (config, None, self.band, self.schedule)
-        producer = kernels["backward_load"].BackwardProducer(config, self.band, self.schedule)
+        producer = kernels["backward_load"].BackwardProducer(config, self.band, self.schedule, self.boxes)
         self.add_warps(cta, [0], producer, self.tensors, self.lengths, shared, pipes, queue, self.run_time)
         if config.roles:
             p = Memory(np.full((2, WARPGROUP_ROWS, config.tile_m), np.nan))
@@ -268,7 +280,7 @@ class KeysLaunch(Launch):
         if self.config.column_pieces > 1:
             by_rows = self.sums.array.transpose(0, 1, 2, 5, 3, 4, 6)
         queries = by_rows.reshape(batch, heads, -1, HEAD_DIM)
-        return queries[:, :, : self.problem.shape.seqlen_q].swapaxes(1, 2)
+        return self.problem.rows_in_lines(queries.swapaxes(1, 2), self.config.tile_m)
 
 
 def run_tail(problem, seed, edits=(), **options):

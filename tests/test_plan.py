@@ -8,7 +8,7 @@ import torch
 
 from hopper_fa3 import plan
 from hopper_fa3.kernels.config import HEAD_DIM_CLASSES, REGISTERS, BackwardConfig, ForwardConfig
-from hopper_fa3.problem import BackwardStatic, Problem, Static
+from hopper_fa3.problem import BackwardStatic, Packed, Problem, Static
 
 BOUNDS = ((False, False), (True, False), (True, True))  # right, left
 GRID = [
@@ -224,17 +224,18 @@ def test_shared_memory_of_the_gradients_is_what_the_kernels_lay_out():
     cute = pytest.importorskip("cutlass.cute")
 
     from hopper_fa3.compile import DTYPES  # not from kernels: it also chooses the target of the DSL
+    from hopper_fa3.kernels.backward import BackwardKernel
     from hopper_fa3.kernels.backward_smem import backward_storage
-    from hopper_fa3.kernels.backward_work import count_fields
 
-    configs = [plan.backward_config(static, plan.choose_backward(static)) for static in BACKWARD_GRID]
+    packed = [static._replace(packed=Packed(used_q=True, used_k=True)) for static in BACKWARD_GRID[::3]]
+    configs = [plan.backward_config(static, plan.choose_backward(static)) for static in (*BACKWARD_GRID, *packed)]
+    fields = [BackwardKernel(config).schedule.fields for config in configs]
     sizes = []
 
     @cute.jit
     def measure():
-        for config in configs:
-            storage = backward_storage(config, DTYPES[config.dtype], count_fields(config.split_tail))
-            sizes.append(storage.size_in_bytes())
+        for config, count in zip(configs, fields, strict=True):
+            sizes.append(backward_storage(config, DTYPES[config.dtype], count).size_in_bytes())
 
     cute.compile(measure)
     assert sizes == [config.smem_bytes() for config in configs]

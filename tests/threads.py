@@ -4,7 +4,6 @@ Threads of a warp meet at each shuffle, all meet at each barrier; between these 
 """
 
 import threading
-from types import SimpleNamespace
 
 import numpy as np
 from simulated_cutlass import Kernels, StandIn, identity, select
@@ -22,8 +21,8 @@ class ThreadCta:
         self.barrier = threading.Barrier(threads)
         self.warps = [threading.Barrier(WARP_THREADS) for _ in range(threads // WARP_THREADS)]
         self.given = [None] * threads
-        self.atomic, self.shared_lock = threading.Lock(), threading.Lock()
-        self.storage, self.errors = None, []
+        self.atomic, self.making = threading.Lock(), threading.Lock()
+        self.made, self.errors = None, []
 
     @property
     def thread(self):
@@ -43,10 +42,10 @@ class ThreadCta:
 
     def once(self, make):
         """What the first thread makes, for all of them."""
-        with self.shared_lock:
-            if self.storage is None:
-                self.storage = make()
-        return self.storage
+        with self.making:
+            if self.made is None:
+                self.made = make()
+        return self.made
 
     def run(self, body):
         """``body()`` in every thread; raises the first error."""
@@ -95,6 +94,3 @@ def float_bits(number):
     """tile_table.float_bits."""
     bits = int(np.float32(number).view(np.int32))
     return bits - (int(np.int32(bits).view(np.float32)) > number)  # rounded down
-
-
-__all__ = ["SimpleNamespace", "ThreadCta", "float_bits", "words"]
