@@ -68,13 +68,17 @@ ILLEGAL = (
         "tiles", range(TOO_MANY_TILES), ON_CUDA, ValueError,
         "batch * heads * ceil(seqlen_q / 64) must be less than 2**31 - 2**12",
     ),
-    # Rows of packed tensors are counted in 32 bits, too. Only the device knows the sequences' lengths: each adds less
-    # than one tile to those that total_q fills.
+    # Rows of packed tensors are counted in 32 bits, too, and so are the words of a table of tiles: 8 for each of up to
+    # 2 batch + 2 that are not full, and of total / 64 others. The sequences' lengths only the device knows.
     Illegal("total_q", range(2**30), ON_CUDA, ValueError, "total_q must be less than 2**30"),
     Illegal("total_k", range(2**30), ON_CUDA, ValueError, "total_k must be less than 2**30"),
-    Illegal(
-        "packed_tiles", range(TOO_MANY_TILES), ON_CUDA, ValueError,
-        "heads * (batch + ceil(total_q / 64)) must be less than 2**31 - 2**12",
+    Illegal("sequences", range(2**26), ON_CUDA, ValueError, "batch must be less than 2**26 for packed sequences"),
+    *(
+        Illegal(
+            f"packed_tiles_{name}", range(TOO_MANY_TILES), ON_CUDA, ValueError,
+            f"{heads} * (total_{name} // 64 + min(2 * batch + 2, total_{name})) must be less than 2**31 - 2**12",
+        )
+        for name, heads in (("q", "heads"), ("k", "heads_k"))
     ),
     Illegal("sm_margin", ANY_COUNT, (), ValueError, "sm_margin must be an integer of at least 0"),
     Illegal("remaining_sms", ANY_COUNT[1:], ON_CUDA, ValueError, "the device's SMs minus sm_margin must be at least 1"),

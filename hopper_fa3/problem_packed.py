@@ -17,6 +17,7 @@ from .checks import (
     shown,
 )
 from .hooks import MaskHook, ScoreHook
+from .kernels.table_size import HEADER, table_lines
 from .problem import (
     TILE_ROWS,
     Packed,
@@ -91,7 +92,8 @@ class PackedProblem:
         check_scoring(q, batch, sink=sink, alibi_slopes=alibi_slopes, score=score, mask=mask)
         facts = tensor_facts(q, k, v, sm_margin, sink, alibi_slopes) | {
             "packed": True, "total_q": total_q, "total_k": total_k,
-            "packed_tiles": heads * (batch + -(-total_q // TILE_ROWS)),
+            "sequences": batch, "packed_tiles_q": heads * _most_tiles(total_q, batch),
+            "packed_tiles_k": heads_k * _most_tiles(total_k, batch),
             "num_splits": num_splits, "pack_gqa": pack_gqa, "attention_chunk": attention_chunk,
             "softcap": softcap, "qv": qv, "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale,
             "sink": sink, "alibi_slopes": alibi_slopes, "score": score, "mask": mask, "block_mask": block_mask,
@@ -171,6 +173,11 @@ def used_rows(cu_seqlens, seqused=None):
     if seqused is None:
         return [range(start, stop) for start, stop in itertools.pairwise(offsets)]
     return [range(start, start + used) for start, used in zip(offsets[:-1], seqused.tolist(), strict=True)]
+
+
+def _most_tiles(rows, batch):
+    """Tiles of one head that the sequences' lengths, which only the device knows, may make of so many rows."""
+    return table_lines(rows, TILE_ROWS, batch, used=True) - HEADER
 
 
 def _check_lengths(q, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k):

@@ -35,7 +35,7 @@ LEGAL = {
     "attention_chunk": 0, "softcap": 0.0, "qv": None, "q_descale": None, "k_descale": None, "v_descale": None,
     "sink": None, "alibi_slopes": None, "score": None, "mask": None, "block_mask": None, "out": None,
     "slopes_gradient": False, "requires_grad": False, "tangent": False, "packed": False, "total_q": 5, "total_k": 7,
-    "packed_tiles": 12, "page_table": None,
+    "sequences": 3, "packed_tiles_q": 12, "packed_tiles_k": 12, "page_table": None,
 }  # fmt: skip
 CUDA = {"device": "cuda", "architecture": "sm_90", "remaining_sms": SMS}
 GRAD = {"requires_grad": True}
@@ -62,8 +62,11 @@ ROWS = (
      "batch * heads * ceil(seqlen_q / 64) must be less than 2**31 - 2**12, got 2147479552"),
     ("total_q", CUDA | {"total_q": 2**30}, ValueError, "total_q must be less than 2**30, got 1073741824"),
     ("total_k", CUDA | {"total_k": 2**30}, ValueError, "total_k must be less than 2**30, got 1073741824"),
-    ("packed_tiles", CUDA | {"packed_tiles": 2**31 - 2**12}, ValueError,
-     "heads * (batch + ceil(total_q / 64)) must be less than 2**31 - 2**12, got 2147479552"),
+    ("sequences", CUDA | {"sequences": 2**26}, ValueError,
+     "batch must be less than 2**26 for packed sequences, got 67108864"),
+    *((f"packed_tiles_{name}", CUDA | {f"packed_tiles_{name}": 2**31 - 2**12}, ValueError,
+       f"{heads} * (total_{name} // 64 + min(2 * batch + 2, total_{name})) must be less than 2**31 - 2**12, "
+       "got 2147479552") for name, heads in (("q", "heads"), ("k", "heads_k"))),
     ("sm_margin", {"sm_margin": -1}, ValueError, "sm_margin must be an integer of at least 0, got -1"),
     ("remaining_sms", CUDA | {"remaining_sms": 0}, ValueError,
      "the device's SMs minus sm_margin must be at least 1, got 0"),
@@ -119,8 +122,10 @@ def test_a_row_refuses_and_is_the_only_one_to(index):
         CUDA | {"sm_margin": SMS - 1, "remaining_sms": 1}, {"num_splits": 0}, {"pack_gqa": False}, GRAD,
         {"out": torch.ones(2)}, CUDA | {"out": torch.ones(2)}, {"tangent": True}, {"left": 3}, {"attention_chunk": 64},
         {"softcap": 15.0}, {"sink": torch.ones(4), "alibi_slopes": torch.ones(4)},
-        CUDA | {"total_q": 2**30 - 1, "total_k": 2**30 - 1, "packed_tiles": 2**31 - 2**12 - 1}, {"packed_tiles": 2**31},
-        {"total_q": 2**31, "total_k": 2**31}, {"packed": True, "softcap": 15.0, "attention_chunk": 64},
+        CUDA | {"total_q": 2**30 - 1, "total_k": 2**30 - 1, "sequences": 2**26 - 1},
+        CUDA | {"packed_tiles_q": 2**31 - 2**12 - 1, "packed_tiles_k": 2**31 - 2**12 - 1},
+        {"packed_tiles_q": 2**31, "packed_tiles_k": 2**31, "sequences": 2**31}, {"total_q": 2**31, "total_k": 2**31},
+        {"packed": True, "softcap": 15.0, "attention_chunk": 64},
         {"packed": True} | dict.fromkeys(("sink", "alibi_slopes", "score", "mask"), torch.ones(2)),
     ],
     ids=str,

@@ -269,15 +269,24 @@ def test_the_static_parts(hopper):
         ({"total_k": 2**30}, {}, ValueError, "total_k must be less than 2**30, got 1073741824"),
         ({"total_q": 2**30}, {}, ValueError, "total_q must be less than 2**30, got 1073741824"),
         ({"total_q": 2**29, "heads": 2**8}, {}, ValueError,
-         "heads * (batch + ceil(total_q / 64)) must be less than 2**31 - 2**12, got 2147484416"),
+         "heads * (total_q // 64 + min(2 * batch + 2, total_q)) must be less than 2**31 - 2**12, got 2147485696"),
+        ({"total_k": 2**29, "heads": 2**8, "heads_k": 2**8}, {}, ValueError,
+         "heads_k * (total_k // 64 + min(2 * batch + 2, total_k)) must be less than 2**31 - 2**12, got 2147485696"),
+        # 32,766 sequences of one query and one unused row each: 65,532 tiles a head
+        ({"total_q": 65_532, "heads": 2**15, "batch": 32_766}, {}, ValueError,
+         "heads * (total_q // 64 + min(2 * batch + 2, total_q)) must be less than 2**31 - 2**12, got 2180874240"),
+        ({"batch": 2**26}, {}, ValueError, "batch must be less than 2**26 for packed sequences, got 67108864"),
         ({}, {"sm_margin": 132}, ValueError, "the device's SMs minus sm_margin must be at least 1, got 0"),
         ({}, {"plan": Plan(100, 128)}, ValueError, "tile_m must be 64, 128 or 192, got 100"),
     ],
     ids=str,
 )  # fmt: skip
 def test_refusals_on_cuda(changed, options, error, message, hopper):
+    batch = changed.get("batch", 3)
+    ends = {f"cu_seqlens_{name}": torch.empty(batch + 1, dtype=torch.int32, device="cuda") for name in "qk"}
+    others = {name: value for name, value in changed.items() if name != "batch"}
     with refused(error, message):
-        asked(device="cuda", **changed, options=options)
+        asked(device="cuda", **ends | others, options=options)
 
 
 def test_lengths_on_another_device_than_q(hopper):
