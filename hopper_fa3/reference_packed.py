@@ -21,7 +21,7 @@ SHARED_ROWS = 2048
 
 
 class Lengths(NamedTuple):
-    """Where the sequences are: int32 tensors on the CPU as flash_attn_varlen_func takes them."""
+    """Where the sequences are: int32 tensors as flash_attn_varlen_func takes them."""
 
     cu_seqlens_q: torch.Tensor
     cu_seqlens_k: torch.Tensor
@@ -30,7 +30,7 @@ class Lengths(NamedTuple):
 
     @property
     def rows(self):
-        """``(queries, keys)`` of each sequence, ranges of rows."""
+        """``(queries, keys)`` of each sequence, ranges of rows. Reads the tensors: on the CPU only."""
         queries = used_rows(self.cu_seqlens_q, self.seqused_q)
         return list(zip(queries, used_rows(self.cu_seqlens_k, self.seqused_k), strict=True))
 
@@ -127,7 +127,11 @@ class Alike(NamedTuple):
 
 
 def _alike(problem, lengths, sink, alibi_slopes):
-    """All sequences that have queries and keys, in groups; with a sink those without keys, too: the LSE is the sink."""
+    """All sequences that have queries and keys, in groups; with a sink those without keys, too: the LSE is the sink.
+    Without heads there is nothing to compute.
+    """
+    if not problem.heads:
+        return
     starts = {}
     for number, (queries, keys) in enumerate(lengths.rows):
         if queries and (keys or problem.has_sink):

@@ -258,6 +258,26 @@ def test_strides_are_free():
     assert torch.equal(*given)
 
 
+@pytest.mark.parametrize("sink", [None, torch.empty(0)])
+def test_no_heads(sink):
+    case = replace(RAGGED, heads=0, dtype="float32")
+    inputs = case.inputs()
+    leaves = [x.requires_grad_() for x in inputs[:3]]
+    out, lse = flash_attn_varlen_func(*inputs, causal=True, sink=sink, return_attn_probs=True)
+    assert out.shape == (len(inputs.q), 0, inputs.v.shape[-1]) and lse.shape == (0, len(inputs.q))
+    assert not any(x.any() for x in torch.autograd.grad((out.sum(), lse.sum()), leaves))
+
+
+def test_lengths_that_change_before_the_gradients_are_refused():
+    inputs = replace(USED, **SMALL).inputs()
+    leaf = inputs.q.requires_grad_()
+    for lengths in (inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.seqused_q, inputs.seqused_k):
+        out = flash_attn_varlen_func(*inputs)
+        lengths.add_(0)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            torch.autograd.grad(out.sum(), leaf)
+
+
 def test_options_that_change_no_value():
     inputs = RAGGED.inputs()
     expected = flash_attn_varlen_func(*inputs, causal=True)
