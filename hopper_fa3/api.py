@@ -1,4 +1,5 @@
-"""The public functions. No logic here: problem.py validates, reference.py and launch.py compute.
+"""The public functions. No logic here: problem.py validates, reference.py and launch.py compute; of packed sequences
+problem_packed.py, reference_packed.py and launch_packed.py.
 
 How a pair scores, and whether it is seen, in all functions with these arguments. With ``p = i + seqlen_k - seqlen_q``
 the key on query i's diagonal (masks align to the bottom right), in this order::
@@ -18,7 +19,7 @@ the key on query i's diagonal (masks align to the bottom right), in this order::
 
 Any of them combine. All have a gradient that counts them in; the sink gets one of its own, the slopes none. The time is
 that of the blocks that some query sees; blocks that only a hook hides are computed. On CUDA, softcap, slopes, sink,
-hooks, and a left side or a chunk that hides a key are not built yet.
+hooks, and a chunk that hides a key are not built yet.
 """
 
 import torch
@@ -29,7 +30,7 @@ from .problem import Problem, check_states, split_packed
 from .problem_packed import PackedProblem
 
 MEMO_ENTRIES = 4096  # one or two KiB each: bounds what a program with endlessly varying lengths keeps
-_recipes = {}  # signature of a CUDA call -> launch.Recipe: a call seen before skips validation and planning
+_recipes = {}  # signature of a CUDA call -> Recipe or PackedRecipe: a call seen before skips validation and planning
 
 
 def _recall(q, k, v, out, options):
@@ -104,7 +105,7 @@ def flash_attn_func(
     softmax_scale: factor of the scores, ``head_dim ** -0.5`` by default; may be 0 or negative.
     causal: the last query sees all keys, each earlier one sees one key less.
     window_size, attention_chunk, softcap, sink, alibi_slopes, score, mask: which keys a query sees and what the scores
-        are: see the top of hopper_fa3/api.py. Beyond an open left side, on the CPU only.
+        are: see the top of hopper_fa3/api.py. On CUDA all but the first are not built yet.
     sm_margin: number of SMs that the kernels leave free; the short ones before and behind the gradients' main kernel do
         not. deterministic: gradients are bit-equal from run to run (the forward always is).
     return_attn_probs: return ``(out, lse)``; no probabilities, as in FlashAttention-3.
