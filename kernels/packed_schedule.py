@@ -85,6 +85,16 @@ class TableSchedule(Schedule):
         return warps * WARP_THREADS
 
     @cute.jit
+    def entry(self, queue: TileQueue, index: Int32, heads: Int32, section: Int32):
+        """``(entry, head)`` of an index; past the last tile the entry's block is -1."""
+        entries = queue.table[0, 0]
+        tiles = entries * heads
+        # Past the last tile there would be a division by 0
+        place, head, _ = self.coordinates(cutlass.min(index, tiles - 1), entries, heads, Int32(1), section)
+        block, *others = entry_of(queue.table, place, len(Entry))
+        return (cutlass.select_(index < tiles, block, Int32(-1)), *others), head
+
+    @cute.jit
     def tell(self, queue: TileQueue, state, tile: NamedTuple):
         """Producer warp: hand a tile, which every lane knows, to the other warps; the next state."""
         if cute.arch.lane_idx() == 0:
@@ -151,10 +161,7 @@ class PackedSchedule(TableSchedule):
         if const_expr(not first):
             index = self.take(queue, cute.arch.grid_dim()[0])
         _, _, heads, _ = lengths
-        entries = queue.table[0, 0]
-        place, head, _ = self.coordinates(index, entries, heads, Int32(1), run.section)
-        block, *sequence, first_line = entry_of(queue.table, place, len(Entry))
-        block = cutlass.select_(index < entries * heads, block, Int32(-1))
+        (block, *sequence, first_line), head = self.entry(queue, index, heads, run.section)
         tile = PackedTile(block, head, *sequence, first_line)
         return tile, self.tell(queue, state, tile)
 
@@ -184,10 +191,7 @@ class PackedWorkSchedule(TableSchedule):
         elif const_expr(not first):
             index = self.take(queue, cute.arch.grid_dim()[0])
         _, _, heads, heads_k, _ = lengths
-        entries = queue.table[0, 0]
-        place, head_k, _ = self.coordinates(index, entries, heads_k, Int32(1), run.section)
-        block, *sequence, first_line = entry_of(queue.table, place, len(Entry))
-        block = cutlass.select_(index < entries * heads_k, block, Int32(-1))
+        (block, *sequence, first_line), head_k = self.entry(queue, index, heads_k, run.section)
         _, head, last_head = run.heads_of(head_k, heads, heads_k)
         work = PackedWork(block, head_k, head, last_head, *sequence, first_line)
         return work, self.tell(queue, state, work)

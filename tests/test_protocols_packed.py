@@ -29,6 +29,7 @@ def problem(seed, window=False):
     return PackedProblem(shape, lengths, seed)
 
 
+@pytest.mark.filterwarnings("error::RuntimeWarning")  # of numpy: a division by 0
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("kind", PACKED)
 def test_gradients_whatever_the_order(kind, seed):
