@@ -98,8 +98,9 @@ def _arguments(static, config):
     v = _tensor(dtype, batch, seqlen_k, heads_k, head_dim_v)
     out = _tensor(dtype, batch, seqlen_q, heads, head_dim_v)
     lse = _tensor(cutlass.Float32, batch, heads, seqlen_q, divisibility=1, align=4)
-    scalars = (cutlass.Float32(1.0), *_bounds(static), *(cutlass.Int32(1) for _ in range(3)))
-    return q, k, v, out, lse, _counter() if config.dynamic else None, *scalars, _stream()
+    sink, slopes = _per_head(static.sink, heads), _per_head(static.alibi, batch, heads)
+    scalars = (*_scales(static, 1), *_bounds(static), *(cutlass.Int32(1) for _ in range(3)))
+    return q, k, v, out, lse, sink, slopes, _counter() if config.dynamic else None, *scalars, _stream()
 
 
 def _backward_arguments(static, config):
@@ -127,6 +128,19 @@ def _backward_arguments(static, config):
     turns = _tensor(cutlass.Int32, batch, heads, blocks, pieces, divisibility=1, align=4) if config.turns else None
     scalars = (wide(1.0), wide(1.0), *_bounds(static), *(cutlass.Int32(1) for _ in range(8)))
     return q, k, v, out, lse, do, dlse, dq, dk, dv, rows, sums, turns, *parts, _counter(), *scalars, _stream()
+
+
+def _per_head(present, *shape):
+    """A fake tensor of a float32 a head, of any strides, or None."""
+    if not present:
+        return None
+    strides = tuple(cute.sym_int64() for _ in shape)
+    return cute.runtime.make_fake_tensor(cutlass.Float32, shape, strides, assumed_align=4)
+
+
+def _scales(static, count):
+    """``count`` scales, and the factor of softcap."""
+    return *(cutlass.Float32(1.0) for _ in range(count)), cutlass.Float32(1.0) if static.softcap else None
 
 
 def _bounds(static):

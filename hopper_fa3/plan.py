@@ -93,6 +93,9 @@ def forward_config(static, plan):
         right_bound=static.right_bound,
         left_bound=static.left_bound,
         negative_scale=static.negative_scale,
+        softcap=static.softcap,
+        sink=static.sink,
+        alibi=static.alibi,
         **plan._asdict(),
     )
 

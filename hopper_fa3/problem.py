@@ -125,7 +125,10 @@ class Static(NamedTuple):
     head_dim_v: int  # tile class
     right_bound: bool  # a right bound is present; its value is a run-time argument (causal: 0)
     left_bound: bool  # likewise; only together with a right one
-    negative_scale: bool
+    negative_scale: bool  # not with softcap, where the sign is in a run-time argument
+    softcap: bool = False
+    sink: bool = False
+    alibi: str | None = None  # "linear" where no query sees a key behind its diagonal, else "distance"
 
 
 class BackwardStatic(NamedTuple):
@@ -244,7 +247,10 @@ def static_of(problem):
         # open on the right is rare
         right_bound=problem.bounded,
         left_bound=problem.left is not None,
-        negative_scale=problem.softmax_scale < 0,
+        negative_scale=problem.softmax_scale < 0 and not problem.softcap,
+        softcap=problem.softcap > 0,
+        sink=problem.has_sink,
+        alibi=("linear" if problem.right == 0 else "distance") if problem.has_alibi else None,
     )
 
 

@@ -31,6 +31,10 @@ class RunTime(NamedTuple):
     left: Int32 | None  # left bound of the band; None where the configuration has none
     section: Int32  # heads (over the batch) that are scheduled together: schedule.py
     fills_idle_sms: Int32  # may_begin_early
+    # None where the configuration has none:
+    cap_factor: Float32 | None = None  # of products, for score.Softcap; scale_log2 is that of its results then
+    slopes: cute.Tensor | None = None  # (batch, heads)
+    sink: cute.Tensor | None = None  # (heads)
 
 
 class BackwardRunTime(NamedTuple):
@@ -46,6 +50,9 @@ class BackwardRunTime(NamedTuple):
     whole_tiles: Int32  # the first tiles, which are not cut
     parts: Int32  # of each other tile
     fills_idle_sms: Int32  # may_begin_early
+    # None where the configuration has none:
+    cap_factor: Float32 | None = None  # as in RunTime
+    slopes: cute.Tensor | None = None  # (batch, heads)
 
     @cute.jit
     def heads_of(self, part: Int32, heads: Int32, heads_k: Int32):

@@ -1,7 +1,6 @@
 """What the backward kernels do with scores in registers, a thread's share of (keys, queries)."""
 
 import math
-import struct
 
 import cutlass
 import cutlass.cute as cute
@@ -10,6 +9,7 @@ from cutlass import Float32, Int32, const_expr
 from .blocks import NO_SIDE, Band, Sides
 from .mask import inside
 from .products import rows_and_columns, store_copy
+from .score import literal
 from .softmax import QUAD, ROWS
 
 ROUND = 1.5 * 2**23  # a sum with this keeps no bits behind the point
@@ -89,11 +89,6 @@ def exp2_polynomial(exponent: Float32, coefficients: cutlass.Constexpr) -> Float
         write_only_types=[Float32],
         read_only_args=[exponent],
     )
-
-
-def literal(value):
-    """A float32 in PTX."""
-    return "0f" + struct.pack(">f", value).hex()
 
 
 @cute.jit

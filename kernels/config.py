@@ -34,6 +34,12 @@ def mask_name(config):
     return "causal" if config.right_bound else "dense"
 
 
+def hook_name(config):
+    """What a kernel's name says of how products become scores."""
+    parts = ("softcap" * config.softcap, "sink" * config.sink, f"alibi_{config.alibi}" * bool(config.alibi))
+    return "".join(f"_{part}" for part in parts if part)
+
+
 class Checked:
     """What the configurations have in common: ``rules()`` gives those of one kind of kernel."""
 
@@ -93,6 +99,9 @@ class ForwardConfig(Checked):
     overlap: bool
     shared_p: bool = False  # P goes to P V through shared memory instead of registers
     left_bound: bool = False
+    softcap: bool = False
+    sink: bool = False
+    alibi: str | None = None  # "linear" (no key behind a query's diagonal) or "distance"
 
     @property
     def name(self):
@@ -101,7 +110,7 @@ class ForwardConfig(Checked):
         dims = f"d{self.head_dim}" if self.head_dim == self.head_dim_v else f"d{self.head_dim}v{self.head_dim_v}"
         sign = "_negative_scale" if self.negative_scale else ""
         tile = f"{self.tile_m}x{self.tile_n}{'_shared_p' if self.shared_p else ''}"
-        return f"hopper_fa3_forward_{dims}_{mask}_{SHORT_DTYPES[self.dtype]}_{tile}{sign}"
+        return f"hopper_fa3_forward_{dims}_{mask}_{SHORT_DTYPES[self.dtype]}_{tile}{sign}{hook_name(self)}"
 
     @property
     def consumer_warpgroups(self):

@@ -26,6 +26,7 @@ from .products import (
     rows_and_columns,
 )
 from .schedule import SLOTS, Schedule, TileQueue
+from .score import ScoreHook, Slope, known_with
 from .softmax import QUAD, ROWS, Softmax, rescale_rows
 
 
@@ -37,6 +38,8 @@ class Rows(NamedTuple):
     shift: cute.Tensor
     sum: cute.Tensor
     keys: RowKeys
+    slope: Slope | None
+    diagonal: Int32 | None  # the key on the first row's diagonal, counted from the tile's origin; with a slope
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,7 @@ class Consumer:
     softmax: Softmax
     probabilities: RegisterP | SharedP
     output: StagedOutput | DirectOutput
+    hook: ScoreHook
 
     @cute.jit
     def run(
@@ -98,7 +102,8 @@ class Consumer:
             first, inner, full, end, _ = self.band.blocks(first_query, WGMMA_M, *place)
             first_row = first_query + thread // QUAD // 8 * 16 + thread // QUAD % 8
             begin(Phase.WAIT_Q)
-            rows = self.start_rows(products, s_p, first_row, seqlen_q, seqlen_k, run, origin)
+            slope = self.hook.slope(run, batch_index, head)
+            rows = self.start_rows(products, s_p, first_row, seqlen_q, seqlen_k, run, origin, slope)
             for _ in cutlass.range(tile_end - end, unroll=1):
                 k_state, v_state = self.skip(pipes, k_state, v_state, warpgroup)
             # Main loop
@@ -130,8 +135,10 @@ class Consumer:
                     k_state, v_state = self.skip(pipes, k_state, v_state, warpgroup)
             # O and LSE leave
             begin(Phase.EPILOGUE)
-            inverse, row_lse = self.softmax.finish(rows.shift, rows.sum)
-            normalise(rows_and_columns(rows.acc_o), inverse, row_lse, rows.keys, self.band)
+            sink = run.sink[head] if const_expr(config.sink) else None
+            constant = self.hook.constant(run) if const_expr(config.softcap) else None
+            inverse, row_lse = self.softmax.finish(rows.shift, rows.sum, sink, constant)
+            normalise(rows_and_columns(rows.acc_o), inverse, row_lse, rows.keys, self.band, sink)
             store_lse(lse, row_lse, first_row, head, batch_index)
             piece_index = m_block * config.consumer_warpgroups + warpgroup
             piece = Piece(piece_index, head, batch_index, warpgroup, thread, is_store_warp, first_row)
@@ -163,7 +170,15 @@ class Consumer:
 
     @cute.jit
     def start_rows(
-        self, products: Products, s_p, first_row: Int32, seqlen_q: Int32, seqlen_k: Int32, run: RunTime, origin: Int32
+        self,
+        products: Products,
+        s_p,
+        first_row: Int32,
+        seqlen_q: Int32,
+        seqlen_k: Int32,
+        run: RunTime,
+        origin: Int32,
+        slope: Slope | None,
     ) -> Rows:
         """Fresh registers for a tile: O = 0, no key seen."""
         config = self.config
@@ -172,12 +187,26 @@ class Consumer:
         scores = new_accumulator(products.qk_first, (WGMMA_M, config.tile_n))
         shift, row_sum = self.softmax.start()
         keys = self.band.row_keys(first_row, seqlen_q, seqlen_k, run, origin)
-        return Rows(acc_o, self.probabilities.start(products, scores, s_p), shift, row_sum, keys)
+        diagonal = None if slope is None else first_row + seqlen_k - seqlen_q - origin
+        return Rows(acc_o, self.probabilities.start(products, scores, s_p), shift, row_sum, keys, slope, diagonal)
+
+    def first_column(self, block: Int32) -> Int32:
+        """The thread's first key of a block, counted from the tile's origin."""
+        return block * self.config.tile_n + 2 * (cute.arch.lane_idx() % QUAD)
+
+    @cute.jit
+    def apply_hook(self, scores: cute.Tensor, rows: Rows, block: Int32, sides: cutlass.Constexpr[Sides], run: RunTime):
+        """One block's products to what the softmax takes; ``sides``: on which it may be masked behind this."""
+        bias = None
+        if const_expr(rows.slope is not None):
+            distance = self.first_column(block) - rows.diagonal
+            bias = self.hook.bias(rows.slope, known_with(scores[0], distance))
+        self.hook.apply(rows_and_columns(scores), bias, run, shared=sides == NO_SIDE)
 
     @cute.jit
     def mask(self, scores: cute.Tensor, rows: Rows, block: Int32, sides: cutlass.Constexpr[Sides], run: RunTime):
         """Mask one block's scores."""
-        first_column = block * self.config.tile_n + 2 * (cute.arch.lane_idx() % QUAD)
+        first_column = self.first_column(block)
         columns = self.band.columns(rows.keys, first_column, sides, run)
         mask_scores(rows_and_columns(scores), *columns, self.softmax.masked)
 
@@ -209,13 +238,14 @@ class Consumer:
         begin(Phase.MASK)
         k_pipe.consumer_release(k_state)
         k_state.advance()
+        self.apply_hook(scores, rows, end - 1, self.band.sides, run)
         if masked:
             self.mask(scores, rows, end - 1, self.band.sides, run)
         begin(Phase.ROW_MAXIMUM)
-        self.softmax.set_shift(rows_and_columns(scores), rows.shift, run.scale_log2)
+        self.softmax.set_shift(rows_and_columns(scores), rows.shift, self.hook.scale(run))
         begin(Phase.EXPONENTIALS)
         sums = cute.make_rmem_tensor(ROWS, Float32)
-        self.softmax.exponentiate(rows_and_columns(scores), sums, rows.shift, run.scale_log2)
+        self.softmax.exponentiate(rows_and_columns(scores), sums, rows.shift, self.hook.scale(run))
         self.probabilities.claim(warpgroup, is_store_warp)
         self.softmax.add(rows.sum, sums)
         self.probabilities.keep(products, rows.probabilities, scores)
@@ -257,6 +287,7 @@ class Consumer:
         # P V runs on under the softmax here and the other warpgroups'; without overlap both products end first
         begin(Phase.WAIT_QK)
         wgmma.wait_group(1 if config.overlap else 0)
+        self.apply_hook(scores, rows, block, sides, run)
         if const_expr(sides != NO_SIDE):
             begin(Phase.MASK)
             self.mask(scores, rows, block, sides, run)
@@ -268,7 +299,7 @@ class Consumer:
         outgrown, fresh = Boolean(True), Boolean(True)
         while outgrown:
             begin(Phase.EXPONENTIALS)
-            self.softmax.exponentiate(rows_and_columns(scores), sums, rows.shift, run.scale_log2)
+            self.softmax.exponentiate(rows_and_columns(scores), sums, rows.shift, self.hook.scale(run))
             if const_expr(config.early_p):
                 self.probabilities.keep(products, rows.probabilities, scores)
             outgrown = any_of_warpgroup(warpgroup, fresh & self.softmax.outgrown(sums))
@@ -310,9 +341,11 @@ class Consumer:
         wgmma.fence()
         issue_scores(products, scores, k_stage)
         wgmma.wait_group(0)
+        self.apply_hook(scores, rows, block, sides, run)
         if const_expr(sides != NO_SIDE):
             self.mask(scores, rows, block, sides, run)
-        rescale = self.softmax.catch_up(rows_and_columns(scores), sums, rows.shift, rows.sum, run.scale_log2)
+        scale = self.hook.scale(run)
+        rescale = self.softmax.catch_up(rows_and_columns(scores), sums, rows.shift, rows.sum, scale)
         rescale_rows(rows_and_columns(rows.acc_o), rescale)
 
     @cute.jit

@@ -22,6 +22,7 @@ from .output import DirectOutput, StagedOutput
 from .phases import Phase, begin
 from .probabilities import RegisterP, SharedP
 from .schedule import Schedule, make_tile_queue
+from .score import ScoreHook
 from .smem import forward_layouts, forward_storage
 from .softmax import Softmax
 
@@ -44,6 +45,8 @@ class ForwardKernel:
         self.schedule = Schedule(config.tile_m, dynamic=config.dynamic, descending=config.dynamic)
         self.values = DenseValues(config.tile_n, config.head_dim_v, cut=config.right_bound)
         self.turns = Turns(config.consumer_warpgroups, config.pingpong)
+        self.hook = ScoreHook(config.softcap, config.alibi)
+        self.softmax = Softmax(self.hook.negative(config.negative_scale))
         self.output = (StagedOutput if config.staged_output else DirectOutput)(self.dtype, config.head_dim_v)
 
     @cute.jit
@@ -54,8 +57,11 @@ class ForwardKernel:
         v: cute.Tensor,
         out: cute.Tensor,
         lse: cute.Tensor,
+        sink: cute.Tensor | None,
+        slopes: cute.Tensor | None,
         counter: cute.Tensor,
         scale_log2: Float32,
+        cap_factor: Float32 | None,
         right: Int32,
         left: Int32 | None,
         section: Int32,
@@ -63,8 +69,8 @@ class ForwardKernel:
         fills_idle_sms: Int32,
         stream: cuda.CUstream,
     ):
-        """q, k, v, out: (batch, length, heads, head_dim) in 16 bit, last stride 1; lse: (batch, heads, seqlen_q)
-        float32.
+        """q, k, v, out: (batch, length, heads, head_dim) in 16 bit, last stride 1. In float32: lse (batch, heads,
+        seqlen_q); sink (heads) and slopes (batch, heads), None where there are none.
         """
         config, dtype = self.config, self.dtype
         # TMA atoms
@@ -85,7 +91,8 @@ class ForwardKernel:
         # SMs fall idle at the end of the launch before, and wait at the kernel's griddepcontrol.
         tensors = (tiled_q, tiled_k, tiled_v)
         target = self.output.target(heads_last(out), o_layout)
-        self.kernel(tensors, target, lse, counter, RunTime(scale_log2, right, left, section, fills_idle_sms)).launch(
+        run = RunTime(scale_log2, right, left, section, fills_idle_sms, cap_factor, slopes, sink)
+        self.kernel(tensors, target, lse, counter, run).launch(
             grid=(ctas, 1, 1), block=(config.threads, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True
         )
 
@@ -124,11 +131,11 @@ class ForwardKernel:
             warpgroup = warp // WARPS_PER_WARPGROUP - 1
             o = self.output_piece(storage, o_layout, warpgroup) if config.staged_output else None
             p = self.output_piece(storage, p_layout, warpgroup) if config.shared_p else None
-            softmax = Softmax(config.negative_scale)
             probabilities = SharedP(self.dtype) if config.shared_p else RegisterP(self.dtype)
             consumer = Consumer(
-                config, self.dtype, self.band, self.schedule, self.turns, softmax, probabilities, self.output
-            )
+                config, self.dtype, self.band, self.schedule, self.turns, self.softmax, probabilities, self.output,
+                self.hook,
+            )  # fmt: skip
             consumer.run(tensors, (s_q, s_k, s_v, p), out, o, lse, pipes, queue, run)
 
     def storage(self):
