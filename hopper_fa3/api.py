@@ -30,11 +30,19 @@ MEMO_ENTRIES = 4096  # one or two KiB each: bounds what a program with endlessly
 _recipes = {}  # signature of a CUDA call -> launch.Recipe: a call seen before skips validation and planning
 
 
-def _recall(q, k, v, out, options):
+def _traits(tensor):
+    """What a recipe depends on of a tensor whose address it does not."""
+    if tensor is None:
+        return None
+    wanted = tensor.requires_grad and torch.is_grad_enabled()
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() == 0, wanted
+
+
+def _recall(q, k, v, out, hook, options):
     """``(signature, recipe)``: all that a CUDA call's recipe depends on, and the recipe of an equal call before it.
 
     Both None where there is no signature (CPU tensors, forward mode, what has no memory); then Problem says what is
-    wrong, if anything. Built from raw attributes because host time counts: validating anew costs several times the
+    wrong, if anything. ``hook``: sink and slopes. Built from raw attributes because host time counts: validating anew costs several times the
     launch.
     """
     try:
@@ -51,7 +59,7 @@ def _recall(q, k, v, out, options):
             and (out.shape, out.stride(), out.dtype, out.device, addresses[3] % launch.TMA_ALIGNMENT),
             torch.is_grad_enabled()
             and (q.requires_grad or k.requires_grad or v.requires_grad or (out is not None and out.requires_grad)),
-            options,
+            _traits(hook[0]), _traits(hook[1]), options,
         )  # fmt: skip
         return signature, _recipes.get(signature)
     except (AttributeError, TypeError, RuntimeError):  # no tensors, no plain values, tensors without memory
@@ -103,9 +111,9 @@ def flash_attn_func(
     """
     options = (
         softmax_scale, causal, qv, q_descale, k_descale, v_descale, window_size, attention_chunk, softcap, num_splits,
-        pack_gqa, deterministic, sm_margin, sink, alibi_slopes, score, mask, block_mask, plan,
+        pack_gqa, deterministic, sm_margin, score, mask, block_mask, plan,
     )  # fmt: skip
-    signature, recipe = _recall(q, k, v, out, options)
+    signature, recipe = _recall(q, k, v, out, (sink, alibi_slopes), options)
     if recipe is None:
         problem = Problem.from_tensors(
             q, k, v, softmax_scale=softmax_scale, causal=causal, qv=qv, q_descale=q_descale, k_descale=k_descale,
@@ -116,12 +124,14 @@ def flash_attn_func(
         if problem.device.type == "cpu":
             out, lse = reference.blockwise(problem, q, k, v, sink=sink, alibi_slopes=alibi_slopes, out=out)
             return (out, lse) if return_attn_probs else out
-        recipe = launch.prepare(problem, q, k, v, out=out, plan=plan, sm_margin=sm_margin, deterministic=deterministic)
+        how = {"plan": plan, "sm_margin": sm_margin, "deterministic": deterministic}
+        recipe = launch.prepare(problem, q, k, v, sink=sink, out=out, **how)
         _remember(signature, recipe)
     if recipe.gradients is not None:
-        out, lse = ops.Attention.apply(q, k, v, recipe)
+        out, lse = ops.Attention.apply(q, k, v, sink, alibi_slopes, recipe)
     else:
-        out, lse = launch.execute(recipe, q, k, v, out, want_lse=return_attn_probs)
+        hook = {"sink": sink, "alibi_slopes": alibi_slopes}
+        out, lse = launch.execute(recipe, q, k, v, out, **hook, want_lse=return_attn_probs)
     return (out, lse) if return_attn_probs else out
 
 

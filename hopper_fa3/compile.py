@@ -114,6 +114,7 @@ def _backward_arguments(static, config):
     out, do = (_tensor(dtype, batch, seqlen_q, heads, head_dim_v) for _ in range(2))
     lse = _tensor(wide, batch, heads, seqlen_q, divisibility=1, align=4)
     dlse = _tensor(wide, batch, heads, seqlen_q, divisibility=1, align=4) if static.lse_gradient else None
+    slopes = _per_head(static.alibi, batch, heads)
     rows = _tensor(wide, batch, heads, blocks, config.row_floats)
     sums = _tensor(wide, batch, heads, blocks, config.tile_m * config.head_dim) if config.sums else None
     pieces = config.consumer_warpgroups
@@ -126,8 +127,8 @@ def _backward_arguments(static, config):
         widths = (config.tile_n * dim for dim in (config.head_dim, config.head_dim_v))
         parts = (_tensor(wide, *places, width) for width in widths)
     turns = _tensor(cutlass.Int32, batch, heads, blocks, pieces, divisibility=1, align=4) if config.turns else None
-    scalars = (wide(1.0), wide(1.0), *_bounds(static), *(cutlass.Int32(1) for _ in range(8)))
-    return q, k, v, out, lse, do, dlse, dq, dk, dv, rows, sums, turns, *parts, _counter(), *scalars, _stream()
+    scalars = (*_scales(static, 2), *_bounds(static), *(cutlass.Int32(1) for _ in range(8)))
+    return q, k, v, out, lse, do, dlse, slopes, dq, dk, dv, rows, sums, turns, *parts, _counter(), *scalars, _stream()
 
 
 def _per_head(present, *shape):

@@ -179,6 +179,8 @@ def backward_config(static, plan):
         right_bound=static.right_bound,
         left_bound=static.left_bound,
         deterministic=static.deterministic,
+        softcap=static.softcap,
+        alibi=static.alibi,
         **plan._asdict(),
     )
 

@@ -26,6 +26,7 @@ TILE_ROWS = 64  # queries of the smallest tile that a kernel may use
 TOO_MANY_TILES = 2**31 - 2**12
 ANY_COUNT = range(2**63)
 NOT_BUILT = NotImplementedError
+LARGEST_SOFTCAP = 1024.0
 # Of q, k and v: dimensions of one name have one size.
 LAYOUTS = (
     ("batch", "seqlen_q", "heads", "head_dim"),
@@ -88,11 +89,8 @@ ILLEGAL = (
         "attention_chunk", (0,), ON_CUDA, NOT_BUILT,
         "attention_chunk must be 0 on CUDA where it hides a key (not built yet)",
     ),
-    Illegal("softcap", (0.0,), ON_CUDA, NOT_BUILT, "softcap must be 0.0 on CUDA (not built yet)"),
-    *(
-        Illegal(name, (None,), ON_CUDA, NOT_BUILT, f"{name} must be None on CUDA (not built yet)")
-        for name in ("sink", "alibi_slopes")
-    ),
+    # The kernel's scores are off by a float32's last bit of the cap (kernels/score.py).
+    Illegal("large_softcap", (None,), ON_CUDA, ValueError, "softcap must be at most 1024 on CUDA"),
     *(
         Illegal(name, legal, PACKED, NOT_BUILT, f"{name} must be {legal[0]} for packed sequences (not built yet)")
         for name, legal in (
@@ -141,6 +139,8 @@ class BackwardStatic(NamedTuple):
     lse_gradient: bool  # a gradient of the LSE arrives
     deterministic: bool
     left_bound: bool = False
+    softcap: bool = False
+    alibi: str | None = None
 
 
 @dataclass(frozen=True)
@@ -191,13 +191,13 @@ class Problem:
             "packed": False, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k,
             "tiles": batch * heads * -(-seqlen_q // TILE_ROWS),
             "left": left, "num_splits": num_splits, "pack_gqa": pack_gqa, "attention_chunk": chunk,
-            "softcap": softcap, "qv": qv, "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale,
+            "softcap": softcap, "large_softcap": softcap if softcap > LARGEST_SOFTCAP else None, "qv": qv, "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale,
             "sink": sink, "alibi_slopes": alibi_slopes, "score": score, "mask": mask, "block_mask": block_mask,
             "slopes_gradient": torch.is_grad_enabled() and alibi_slopes is not None and alibi_slopes.requires_grad,
             "out": out,
         }  # fmt: skip
         refuse_illegal(facts)
-        check_memory(q, k=k, v=v, out=out)
+        check_memory(q, k=k, v=v, sink=sink, alibi_slopes=alibi_slopes, out=out)
         scale = head_dim**-0.5 if softmax_scale is None else checked_scale(softmax_scale)
         problem = cls(
             q.device, q.dtype, batch, seqlen_q, seqlen_k, heads, heads_k, head_dim, head_dim_v, scale, left, right,
@@ -259,7 +259,7 @@ def backward_static_of(problem, lse_gradient, deterministic):
     static = static_of(problem)
     return BackwardStatic(
         static.dtype, static.head_dim, static.head_dim_v, static.right_bound, lse_gradient, deterministic,
-        static.left_bound,
+        static.left_bound, static.softcap, static.alibi,
     )  # fmt: skip
 
 

@@ -46,8 +46,8 @@ class BackwardKernel:
         # Where dQ is not summed
         self.queries = None
         if not config.sums:
-            bounds = config.right_bound, config.left_bound
-            query_config = QueryConfig(config.dtype, config.head_dim, config.head_dim_v, *bounds)
+            bounds, hook = (config.right_bound, config.left_bound), (config.softcap, config.alibi)
+            query_config = QueryConfig(config.dtype, config.head_dim, config.head_dim_v, *bounds, *hook)
             self.queries = QueryKernel(query_config, self.dtype, config.tile_m)
         self.epilogue = Epilogue(config, self.dtype, self.band)
 
@@ -61,6 +61,7 @@ class BackwardKernel:
         lse: cute.Tensor,
         do: cute.Tensor,
         dlse: cute.Tensor,
+        slopes: cute.Tensor | None,
         dq: cute.Tensor,
         dk: cute.Tensor,
         dv: cute.Tensor,
@@ -72,6 +73,7 @@ class BackwardKernel:
         counter: cute.Tensor,
         scale_log2: Float32,
         scale: Float32,
+        cap_factor: Float32 | None,
         right: Int32,
         left: Int32 | None,
         section: Int32,
@@ -85,7 +87,7 @@ class BackwardKernel:
         stream: cuda.CUstream,
     ):
         """q, k, v, out, do, dq, dk, dv: (batch, length, heads, head_dim) in 16 bit, last stride 1. lse, dlse: (batch,
-        heads, seqlen_q) float32. Workspace in float32: rows (batch, heads, blocks, 2 tile_m); where dQ is summed, else
+        heads, seqlen_q) float32; slopes (batch, heads) likewise, or None. Workspace in float32: rows (batch, heads, blocks, 2 tile_m); where dQ is summed, else
         None: sums (batch, heads, blocks, tile_m head_dim). dk_parts and dv_parts: where heads are split (batch,
         heads_k, parts, K/V tiles, tile_n head_dim), where the tail is split (PartWork.slot, tile_n head_dim), else
         None. In int32: turns (batch, heads, blocks, warpgroups), None where no order of sums is asked for.
@@ -94,7 +96,8 @@ class BackwardKernel:
         """
         config, dtype = self.config, self.dtype
         edge_ctas = rows.shape[0] * rows.shape[1] * rows.shape[2]
-        self.before(out, do, lse, dlse, rows, sums, turns).launch(
+        cap_scale = scale_log2 if const_expr(config.softcap) else None
+        self.before(out, do, lse, dlse, rows, (sums, turns), cap_scale).launch(
             grid=(edge_ctas, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True
         )
         # TMA atoms
@@ -113,7 +116,7 @@ class BackwardKernel:
             for source, layout, box in zip(sources, layouts, boxes, strict=True)
         )
         parts = head_parts, whole_tiles, tile_parts
-        run = BackwardRunTime(scale_log2, scale, right, left, section, *parts, fills_idle_sms)
+        run = BackwardRunTime(scale_log2, scale, right, left, section, *parts, fills_idle_sms, cap_factor, slopes)
         # Launch: persistent, one CTA an SM; without min_blocks_per_mp setmaxnreg would vanish
         results = (heads_last(dk), heads_last(dv))
         direct = (None, None) if const_expr(config.split_heads) else results
@@ -127,17 +130,17 @@ class BackwardKernel:
             grid = (2 * self.tiles_in_parts(dk_parts, results[0], run), 1, 1)
             self.add(parts, run).launch(grid=grid, **behind)
         if const_expr(not config.sums):
-            query_run = RunTime(scale_log2, right, left, query_section, fills_idle_sms)
+            query_run = RunTime(scale_log2, right, left, query_section, fills_idle_sms, cap_factor, slopes)
             matrices = tuple(map(heads_last, (q, do, k, v)))
             self.queries.launch(matrices, rows, heads_last(dq), counter, scale, query_run, query_ctas, stream)
         else:
             self.behind(sums, heads_last(dq), scale, k.shape[1], right).launch(grid=(edge_ctas, 1, 1), **behind)
 
     @cute.kernel
-    def before(self, out: cute.Tensor, do: cute.Tensor, lse: cute.Tensor, dlse, rows: cute.Tensor, sums, turns):
+    def before(self, out: cute.Tensor, do: cute.Tensor, lse: cute.Tensor, dlse, rows: cute.Tensor, cleared, cap_scale):
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()
-        self.prologue.run(out, do, lse, dlse, rows, sums, turns)
+        self.prologue.run(out, do, lse, dlse, rows, *cleared, cap_scale)
 
     @cute.kernel
     def behind(self, sums, dq: cute.Tensor, scale: Float32, seqlen_k: Int32, right: Int32):

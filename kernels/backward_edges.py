@@ -11,11 +11,11 @@ from .blocks import Band
 from .config import WARPGROUP_THREADS, WGMMA_M, BackwardConfig
 from .output import GROUP, DirectOutput, Piece
 from .products import rows_and_columns
+from .score import LOG2_E, cap_constant
 from .softmax import QUAD, ROWS
 from .workspace import VECTOR, read_piece
 
 THREADS = 256  # of a CTA before the main kernel
-LOG2_E = math.log2(math.e)
 
 
 @dataclass(frozen=True)
@@ -29,10 +29,20 @@ class Prologue:
     dtype: type
 
     @cute.jit
-    def run(self, out: cute.Tensor, do: cute.Tensor, lse: cute.Tensor, dlse, rows: cute.Tensor, sums, turns):
+    def run(
+        self,
+        out: cute.Tensor,
+        do: cute.Tensor,
+        lse: cute.Tensor,
+        dlse,
+        rows: cute.Tensor,
+        sums,
+        turns,
+        scale_log2: Float32 | None,
+    ):
         """One step's queries of one head. out, do: (batch, seqlen_q, heads, head_dim_v); lse, dlse (or None): (batch,
         heads, seqlen_q); rows: (batch, heads, blocks, 2 tile_m); sums of dQ: (batch, heads, blocks, floats),
-        or None; turns (batch, heads, blocks, pieces), or None: also set to 0.
+        or None; turns (batch, heads, blocks, pieces), or None: also set to 0. scale_log2: with softcap, else None.
         """
         thread = cute.arch.thread_idx()[0]
         block, head, batch = tile_of(cute.arch.block_idx()[0], rows.shape[2], rows.shape[1])
@@ -63,6 +73,8 @@ class Prologue:
                 delta -= scalars[1] if const_expr(dlse is not None) else Float32(0.0)
                 # Neither does a query past the end see a key
                 sees_none = block * self.config.tile_m + row > last or base_2 == Float32(-math.inf)
+                if const_expr(scale_log2 is not None):
+                    base_2 -= cap_constant(scale_log2)
                 rows[batch, head, block, row] = cutlass.select_(sees_none, Float32(math.inf), base_2)
                 rows[batch, head, block, self.config.tile_m + row] = cutlass.select_(sees_none, Float32(0.0), delta)
 

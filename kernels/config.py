@@ -36,7 +36,7 @@ def mask_name(config):
 
 def hook_name(config):
     """What a kernel's name says of how products become scores."""
-    parts = ("softcap" * config.softcap, "sink" * config.sink, f"alibi_{config.alibi}" * bool(config.alibi))
+    parts = ("softcap" * config.softcap, f"alibi_{config.alibi}" * bool(config.alibi))
     return "".join(f"_{part}" for part in parts if part)
 
 
@@ -110,7 +110,7 @@ class ForwardConfig(Checked):
         dims = f"d{self.head_dim}" if self.head_dim == self.head_dim_v else f"d{self.head_dim}v{self.head_dim_v}"
         sign = "_negative_scale" if self.negative_scale else ""
         tile = f"{self.tile_m}x{self.tile_n}{'_shared_p' if self.shared_p else ''}"
-        return f"hopper_fa3_forward_{dims}_{mask}_{SHORT_DTYPES[self.dtype]}_{tile}{sign}{hook_name(self)}"
+        return f"hopper_fa3_forward_{dims}_{mask}_{SHORT_DTYPES[self.dtype]}_{tile}{sign}{hook_name(self)}{'_sink' * self.sink}"
 
     @property
     def consumer_warpgroups(self):
@@ -227,6 +227,8 @@ class BackwardConfig(Checked):
     unused: int = 0
     unused_v: int = 0
     left_bound: bool = False
+    softcap: bool = False
+    alibi: str | None = None  # as in ForwardConfig
 
     consumer_warpgroups = 2
 
@@ -292,9 +294,9 @@ class BackwardConfig(Checked):
     @property
     def early_sums(self):
         """True where registers hold dQ's piece beside dP and P, so that it can be computed beside dP
-        (backward_steps.py).
+        (backward_steps.py). Softcap has its derivative beside P.
         """
-        return not self.wide and self.tile_m == WGMMA_M
+        return not self.wide and self.tile_m == WGMMA_M and not self.softcap
 
     @property
     def polynomial_columns(self):
@@ -315,7 +317,7 @@ class BackwardConfig(Checked):
         mask = mask_name(self)
         dims = f"d{self.columns}" if self.columns == self.columns_v else f"d{self.columns}v{self.columns_v}"
         split = ("_split_heads" if self.split_heads else "") + ("_split_tail" if self.split_tail else "")
-        options = split + ("_deterministic" if self.turns else "")
+        options = hook_name(self) + split + ("_deterministic" if self.turns else "")
         return f"hopper_fa3_backward_{dims}_{mask}_{SHORT_DTYPES[self.dtype]}_{self.tile_m}x{self.tile_n}{options}"
 
     @property

@@ -26,7 +26,7 @@ from .products import (
     rows_and_columns,
 )
 from .schedule import SLOTS, Schedule, TileQueue
-from .score import ScoreHook, Slope, known_with
+from .score import ScoreHook, cap_constant
 from .softmax import QUAD, ROWS, Softmax, rescale_rows
 
 
@@ -38,7 +38,7 @@ class Rows(NamedTuple):
     shift: cute.Tensor
     sum: cute.Tensor
     keys: RowKeys
-    slope: Slope | None
+    slope: Float32 | None
     diagonal: Int32 | None  # the key on the first row's diagonal, counted from the tile's origin; with a slope
 
 
@@ -136,7 +136,7 @@ class Consumer:
             # O and LSE leave
             begin(Phase.EPILOGUE)
             sink = run.sink[head] if const_expr(config.sink) else None
-            constant = self.hook.constant(run) if const_expr(config.softcap) else None
+            constant = cap_constant(run.scale_log2) if const_expr(config.softcap) else None
             inverse, row_lse = self.softmax.finish(rows.shift, rows.sum, sink, constant)
             normalise(rows_and_columns(rows.acc_o), inverse, row_lse, rows.keys, self.band, sink)
             store_lse(lse, row_lse, first_row, head, batch_index)
@@ -178,7 +178,7 @@ class Consumer:
         seqlen_k: Int32,
         run: RunTime,
         origin: Int32,
-        slope: Slope | None,
+        slope: Float32 | None,
     ) -> Rows:
         """Fresh registers for a tile: O = 0, no key seen."""
         config = self.config
@@ -200,7 +200,7 @@ class Consumer:
         bias = None
         if const_expr(rows.slope is not None):
             distance = self.first_column(block) - rows.diagonal
-            bias = self.hook.bias(rows.slope, known_with(scores[0], distance))
+            bias = self.hook.bias(rows.slope, distance, scores[0])
         self.hook.apply(rows_and_columns(scores), bias, run, shared=sides == NO_SIDE)
 
     @cute.jit

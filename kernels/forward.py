@@ -45,7 +45,7 @@ class ForwardKernel:
         self.schedule = Schedule(config.tile_m, dynamic=config.dynamic, descending=config.dynamic)
         self.values = DenseValues(config.tile_n, config.head_dim_v, cut=config.right_bound)
         self.turns = Turns(config.consumer_warpgroups, config.pingpong)
-        self.hook = ScoreHook(config.softcap, config.alibi)
+        self.hook = ScoreHook.of(config)
         self.softmax = Softmax(self.hook.negative(config.negative_scale))
         self.output = (StagedOutput if config.staged_output else DirectOutput)(self.dtype, config.head_dim_v)
 

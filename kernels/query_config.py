@@ -9,6 +9,7 @@ from .config import (
     SHORT_DTYPES,
     WGMMA_M,
     Checked,
+    hook_name,
     mask_name,
 )
 
@@ -24,6 +25,8 @@ class QueryConfig(Checked):
     head_dim_v: int
     right_bound: bool
     left_bound: bool = False
+    softcap: bool = False
+    alibi: str | None = None  # as in ForwardConfig
 
     consumer_warpgroups = 2
     tile_m = WGMMA_M * consumer_warpgroups
@@ -35,7 +38,7 @@ class QueryConfig(Checked):
         """Readable kernel name for profilers."""
         mask = mask_name(self)
         dims = f"d{self.head_dim}" if self.head_dim == self.head_dim_v else f"d{self.head_dim}v{self.head_dim_v}"
-        return f"hopper_fa3_backward_{dims}_{mask}_{SHORT_DTYPES[self.dtype]}_{self.tile_m}x{self.tile_n}_queries"
+        return f"hopper_fa3_backward_{dims}_{mask}_{SHORT_DTYPES[self.dtype]}_{self.tile_m}x{self.tile_n}{hook_name(self)}_queries"
 
     @property
     def dynamic(self):

@@ -16,19 +16,12 @@ ROWS_APART = 8  # the two rows of a WGMMA accumulator that one thread holds
 SIGN = -(2**31)
 
 
-class Slope(NamedTuple):
-    """ALiBi's slope of one head."""
-
-    slope: Float32  # in base 2
-    sign: Int32 | None  # SIGN where it is positive, else 0; None where the bias is linear
-
-
 class Bias(NamedTuple):
     """ALiBi's bias of a thread's (2 rows, columns) of a block."""
 
     at: cute.Tensor  # slope times (key - diagonal) of each row's first element
     step: Float32  # slope, or where columns are queries minus slope
-    sign: Int32 | None  # of Slope
+    sign: Int32 | None  # SIGN where the slope is positive, else 0; None where the bias is linear
 
 
 @dataclass(frozen=True)
@@ -46,6 +39,11 @@ class ScoreHook:
     softcap: bool
     alibi: str | None
 
+    @classmethod
+    def of(cls, config):
+        """That of a kernel's configuration."""
+        return cls(config.softcap, config.alibi)
+
     def scale(self, run):
         """With what the softmax multiplies the results."""
         return Float32(1.0) if self.alibi else run.scale_log2
@@ -53,10 +51,6 @@ class ScoreHook:
     def negative(self, negative_scale: bool) -> bool:
         """Whether that is negative; ``negative_scale``: of the problem."""
         return not self.alibi and (self.softcap or negative_scale)
-
-    def constant(self, run) -> Float32:
-        """What the exponents lack with softcap: cap log2(e)."""
-        return run.scale_log2 * Float32(-0.5)
 
     @cute.jit
     def apply(self, scores: cute.Tensor, bias: Bias | None, run, shared: cutlass.Constexpr[bool]):
@@ -70,26 +64,43 @@ class ScoreHook:
             add_bias(scores, bias, run.scale_log2)
 
     @cute.jit
-    def slope(self, run, batch: Int32, head: Int32):
-        """The Slope of a head, or None."""
+    def exponent(
+        self,
+        score: Float32,
+        bias: Bias | None,
+        row: cutlass.Constexpr[int],
+        column: cutlass.Constexpr[int],
+        run,
+        less: Float32,
+    ) -> Float32:
+        """Of one product, capped where there is a softcap, reduced by ``less``."""
         if const_expr(not self.alibi):
-            return None
-        slope = run.slopes[batch, head] * Float32(LOG2_E)
-        sign = None if const_expr(self.alibi == "linear") else cutlass.select_(slope < 0, Int32(0), Int32(SIGN))
-        return Slope(slope, sign)
+            return score * run.scale_log2 - less
+        return add_term(score, run.scale_log2, bias, row, column) - less
 
     @cute.jit
-    def bias(self, slope: Slope | None, distance: Int32, transposed: cutlass.Constexpr[bool] = False):
-        """The Bias of a block, or None. ``distance``: key - diagonal of the thread's first element; ``transposed``: rows
-        are keys, and columns queries.
-        """
+    def slope(self, run, batch: Int32, head: Int32):
+        """ALiBi's slope of a head, in base 2; or None."""
         if const_expr(not self.alibi):
             return None
+        return run.slopes[batch, head] * Float32(LOG2_E)
+
+    @cute.jit
+    def bias(self, slope: Float32, distance: Int32, score: Float32, transposed: cutlass.Constexpr[bool] = False) -> Bias:
+        """The Bias of a block. ``distance``: key - diagonal of the thread's first element, ``score``: any of its
+        products; ``transposed``: rows are keys, and columns queries.
+        """
+        distance = known_with(score, distance)
         at = cute.make_rmem_tensor(2, Float32)
         for row in cutlass.range_constexpr(2):
-            at[row] = slope.slope * (distance + (ROWS_APART if transposed else -ROWS_APART) * row).to(Float32)
-        step = -slope.slope if const_expr(transposed) else slope.slope
-        return Bias(at, step, slope.sign)
+            at[row] = slope * (distance + (ROWS_APART if transposed else -ROWS_APART) * row).to(Float32)
+        sign = None if const_expr(self.alibi == "linear") else cutlass.select_(slope < 0, Int32(0), Int32(SIGN))
+        return Bias(at, -slope if const_expr(transposed) else slope, sign)
+
+
+def cap_constant(scale_log2: Float32) -> Float32:
+    """What the exponents lack with softcap: cap log2(e)."""
+    return scale_log2 * Float32(-0.5)
 
 
 @cute.jit
@@ -101,6 +112,13 @@ def cap(scores: cute.Tensor, factor: Float32, shared: cutlass.Constexpr[bool]):
             inverses = shared_reciprocals(sums) if shared else [cute.arch.rcp_approx(each) for each in sums]
             for index in cutlass.range_constexpr(SHARED):
                 scores[row, first + index] = inverses[index]
+
+
+@cute.jit
+def derivative(capped: Float32, probability: Float32) -> Float32:
+    """A probability times the derivative of its score by the product's: 1 - tanh^2 = 4 r (1 - r), of r = ``capped``."""
+    four = capped * Float32(4.0)
+    return probability * (four - four * capped)
 
 
 @cute.jit
@@ -128,18 +146,17 @@ def add_bias(scores: cute.Tensor, bias: Bias, scale_log2: Float32):
     """Products to exponents."""
     for row in cutlass.range_constexpr(cute.size(scores, mode=[0])):
         for column in cutlass.range_constexpr(cute.size(scores, mode=[1])):
-            scores[row, column] = add_term(
-                scores[row, column], scale_log2, bias, row, float(8 * (column // 2) + column % 2)
-            )
+            scores[row, column] = add_term(scores[row, column], scale_log2, bias, row, column)
 
 
 @cute.jit
 def add_term(
-    score: Float32, scale_log2: Float32, bias: Bias, row: cutlass.Constexpr[int], columns: cutlass.Constexpr[float]
+    score: Float32, scale_log2: Float32, bias: Bias, row: cutlass.Constexpr[int], column: cutlass.Constexpr[int]
 ) -> Float32:
     """The exponent of one element. In PTX: the compiler would move what does not depend on the score out of loops, into
     registers that are not there.
     """
+    columns = float(8 * (column // 2) + column % 2)
     absolute = "" if const_expr(bias.sign is None) else " lop3.b32 e, e, 0x7fffffff, {$r4}, 0xEA;"
     return cute.arch.inline_ptx(
         f"{{ .reg .b32 e; fma.rn.f32 e, {{$r2}}, {literal(columns)}, {{$r3}};{absolute}"
