@@ -27,7 +27,8 @@ class OwnKeys(NamedTuple):
     """What a thread knows of its two keys of a K/V tile, the first one and the one 8 below."""
 
     first_queries: cute.Tensor  # (2): the first query that sees each
-    place: Int32 | None  # the query on whose diagonal the first one stands, with ALiBi
+    # The query on whose diagonal the first one stands, with ALiBi, unless a right bound tells
+    place: Int32 | None
     slope: cute.Tensor | None  # (1): of the current query head, with ALiBi
 
     @cute.jit
@@ -52,17 +53,20 @@ def own_keys(
         first_queries[row] = band.first_query(first_key + 8 * row, seqlen_q, seqlen_k, right)
     place, slope = None, None
     if const_expr(hook.alibi is not None):
-        place, slope = first_key - (seqlen_k - seqlen_q), cute.make_rmem_tensor(1, Float32)
+        if const_expr(not band.right_bound):
+            place = first_key - (seqlen_k - seqlen_q)
+        slope = cute.make_rmem_tensor(1, Float32)
         slope.fill(0.0)
     return OwnKeys(first_queries, place, slope)
 
 
 @cute.jit
-def bias_of(hook: cutlass.Constexpr[ScoreHook], keys: OwnKeys, first: Int32, accumulator: cute.Tensor):
+def bias_of(hook: cutlass.Constexpr[ScoreHook], keys: OwnKeys, first: Int32, accumulator: cute.Tensor, right: Int32):
     """The Bias of a step that begins at query ``first``, or None."""
     if const_expr(hook.alibi is None):
         return None
-    distance = keys.place - first - 2 * (cute.arch.lane_idx() % QUAD)
+    place = keys.first_queries[0] + right if const_expr(keys.place is None) else keys.place
+    distance = place - first - 2 * (cute.arch.lane_idx() % QUAD)
     return hook.bias(keys.slope[0], distance, accumulator[0], transposed=True)
 
 

@@ -194,7 +194,7 @@ class WideConsumer:
         rows = memory.rows[None, state.q.index]
         first_query = block * self.config.tile_m
         limits = query_limits(tile.keys.first_queries, first_query)
-        bias = bias_of(self.hook, tile.keys, first_query, tile.scores)
+        bias = bias_of(self.hook, tile.keys, first_query, tile.scores, run.right)
         factors = new_left_operand(tile.scores, self.dtype) if const_expr(self.config.softcap) else None
         lse, delta = (own_statistics(rows, kind * self.config.tile_m, self.config.tile_m) for kind in range(2))
         exponentiate(tile.scores, lse, limits, run, sides, self.band.width(run), self.hook, bias, factors)

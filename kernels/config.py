@@ -273,11 +273,11 @@ class BackwardConfig(Checked):
         return self.split_heads or self.split_tail
 
     def free_registers(self):
-        """Registers left per consumer thread beside dK, dV and the larger of dQ's piece and dP with P in 16 bit, all
-        for 64 keys and 64 queries.
+        """Registers left per consumer thread beside dK, dV and the larger of dQ's piece and dP with P in 16 bit, and with
+        softcap its derivative, all for 64 keys and 64 queries.
         """
         totals = (self.head_dim + self.head_dim_v) // 2
-        step = max(self.dq_columns // 2, WGMMA_M // 2 + WGMMA_M // 4)
+        step = max(self.dq_columns // 2, WGMMA_M // 2 + (1 + self.softcap) * WGMMA_M // 4)
         return self.registers[1] - OTHER_REGISTERS - totals - step
 
     @property
@@ -294,9 +294,9 @@ class BackwardConfig(Checked):
     @property
     def early_sums(self):
         """True where registers hold dQ's piece beside dP and P, so that it can be computed beside dP
-        (backward_steps.py). Softcap has its derivative beside P.
+        (backward_steps.py). Softcap has its derivative beside P, ALiBi slopes and places.
         """
-        return not self.wide and self.tile_m == WGMMA_M and not self.softcap
+        return not self.wide and self.tile_m == WGMMA_M and not self.softcap and self.alibi is None
 
     @property
     def polynomial_columns(self):

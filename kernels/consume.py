@@ -135,8 +135,8 @@ class Consumer:
                     k_state, v_state = self.skip(pipes, k_state, v_state, warpgroup)
             # O and LSE leave
             begin(Phase.EPILOGUE)
-            sink = run.sink[head] if const_expr(config.sink) else None
-            constant = cap_constant(run.scale_log2) if const_expr(config.softcap) else None
+            sink = run.sink[head] if config.sink else None
+            constant = cap_constant(run.scale_log2) if config.softcap else None
             inverse, row_lse = self.softmax.finish(rows.shift, rows.sum, sink, constant)
             normalise(rows_and_columns(rows.acc_o), inverse, row_lse, rows.keys, self.band, sink)
             store_lse(lse, row_lse, first_row, head, batch_index)
@@ -197,10 +197,8 @@ class Consumer:
     @cute.jit
     def apply_hook(self, scores: cute.Tensor, rows: Rows, block: Int32, sides: cutlass.Constexpr[Sides], run: RunTime):
         """One block's products to what the softmax takes; ``sides``: on which it may be masked behind this."""
-        bias = None
-        if const_expr(rows.slope is not None):
-            distance = self.first_column(block) - rows.diagonal
-            bias = self.hook.bias(rows.slope, distance, scores[0])
+        place = None if rows.slope is None else self.first_column(block) - rows.diagonal
+        bias = None if rows.slope is None else self.hook.bias(rows.slope, place, scores[0])
         self.hook.apply(rows_and_columns(scores), bias, run, shared=sides == NO_SIDE)
 
     @cute.jit

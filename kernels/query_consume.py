@@ -52,8 +52,8 @@ class Rows(NamedTuple):
     lse: cute.Tensor  # in base 2
     delta: cute.Tensor
     keys: RowKeys
-    slope: Float32 | None  # with ALiBi, here and below
-    diagonal: Int32 | None  # the key on the first row's diagonal, counted from the tile's origin
+    slope: Float32 | None = None  # with ALiBi, here and below
+    diagonal: Int32 | None = None  # the key on the first row's diagonal, counted from the tile's origin
 
 
 @dataclass(frozen=True)
@@ -275,9 +275,9 @@ class QueryConsumer:
         sides: cutlass.Constexpr[Sides],
     ):
         """P = exp2(S scale - LSE), in place; with softcap, times the derivative of the scores."""
-        first_column = block * self.config.tile_n + 2 * (cute.arch.lane_idx() % QUAD)
         bias, capped = None, scores
         if const_expr(self.config.alibi is not None):
+            first_column = block * self.config.tile_n + 2 * (cute.arch.lane_idx() % QUAD)
             bias = self.hook.bias(own.slope, first_column - own.diagonal, scores[0, 0])
         if const_expr(self.config.softcap):
             cap(scores, run.cap_factor, shared=False)
@@ -287,6 +287,7 @@ class QueryConsumer:
             for column in cutlass.range_constexpr(cute.size(scores, mode=[1])):
                 scores[row, column] = self.hook.exponent(scores[row, column], bias, row, column, run, own.lse[row])
         if const_expr(sides != NO_SIDE):
+            first_column = block * self.config.tile_n + 2 * (cute.arch.lane_idx() % QUAD)
             mask_scores(scores, *self.band.columns(own.keys, first_column, sides, run), -math.inf)
         for row in cutlass.range_constexpr(ROWS):
             for column in cutlass.range_constexpr(cute.size(scores, mode=[1])):

@@ -74,7 +74,7 @@ class Replacements:
             },
             "backward_role_products": {"make_role_products": self.make_role_products},
             "backward_scores": {
-                "first_queries_of": self.first_queries_of,
+                "own_keys": self.own_keys,
                 "query_limits": lambda first_queries, first: first_queries - first,
                 "own_statistics": self.own_statistics,
                 "exponentiate": self.exponentiate,
@@ -219,15 +219,16 @@ class Replacements:
             k_transposed=k.operand(),
         )  # fmt: skip
 
-    def first_queries_of(self, band, first_key, *lengths):
-        return np.array([[band.first_query(first_key + row, *lengths)] for row in range(WARP_ROWS)])
+    def own_keys(self, band, hook, first_key, *lengths):
+        firsts = np.array([[band.first_query(first_key + row, *lengths)] for row in range(WARP_ROWS)])
+        return SimpleNamespace(first_queries=firsts, begin_head=lambda *_: None)
 
     def own_statistics(self, rows, first, queries):
         self.simulation.point()
         return rows[0, first : first + queries].copy()
 
-    def exponentiate(self, scores, lse, limits, scale, sides, width, polynomials=0, dtype=None):
-        exponents = scores.read() * scale - lse
+    def exponentiate(self, scores, lse, limits, run, sides, width, *hook):
+        exponents = scores.read() * run.scale_log2 - lse
         columns = np.arange(exponents.shape[1])
         if sides.right:
             exponents = np.where(columns >= limits, exponents, -math.inf)
