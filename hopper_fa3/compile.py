@@ -30,9 +30,9 @@ def compiled(static, plan, options=()):
     """The launchable kernel for ``(static, plan)``: traced at the first request, found in memory afterwards.
 
     ``static`` and ``plan``: a Static with a Plan, or a BackwardStatic with a BackwardPlan. The callable takes ``(q, k,
-    v, out, lse, counter, scale_log2, right, left, section, ctas, fills_idle_sms)`` positionally, or what BackwardKernel says,
-    torch tensors as they are, and launches on torch's current stream of the tensors' device. ``options`` are further
-    options of the DSL's compiler.
+    v, out, lse, counter, scale_log2, right, left, section, ctas, fills_idle_sms)`` positionally, or what BackwardKernel
+    says, torch tensors as they are, and launches on torch's current stream of the tensors' device. ``left`` is None
+    where the static part has no left bound. ``options`` are further options of the DSL's compiler.
     """
     key = (static, plan, options)
     function = _compiled.get(key)

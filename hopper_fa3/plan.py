@@ -55,21 +55,12 @@ TABLE = {
     (256, 256, True): Plan(128, 80, pingpong=False),
 }
 
-# The same with a left bound, where the causal row does not serve: the second mask needs registers
-WINDOW_TABLE = {
-    # With 128 keys 40 registers spill. Causal, 112 lose 2 % to 128, and P in registers, 128 x 128, 4 to 7 %
-    (128, 128): Plan(192, 112, shared_p=True),
-}
-
 
 def choose(static):
     """The plan for a problem's static part: a row of the table, or for unusual pairs of head dims the largest K/V
-    block that fits.
+    block that fits. With a left bound the row of a causal mask: its kernels hold the second mask without a spill.
     """
-    dims = static.head_dim, static.head_dim_v
-    row = TABLE.get((*dims, static.right_bound))
-    if static.left_bound:
-        row = WINDOW_TABLE.get(dims, row)
+    row = TABLE.get((static.head_dim, static.head_dim_v, static.right_bound))
     return row if row is not None else largest_block(static)
 
 
@@ -233,7 +224,8 @@ def head_parts(problem, config, sms):
 
     Estimates the steps of the busiest SM. Equal tiles run in waves. Tiles of unequal length fill the SMs evenly if the
     longest come first, but none is shorter than itself. Where the shortest do (``BackwardConfig.descending``), SMs
-    become idle one by one while the longest run: half of its time each, as dealing them out one by one shows too.
+    become idle one by one while the longest run: half of its time each, as dealing them out one by one shows too. With
+    a window most are equal, but not all: no later than in waves of the longest.
     """
     tiles, of_head = key_tiles(problem, config), tile_steps(problem, config)
     all_steps = sum(of_head) * problem.batch * problem.heads
@@ -241,9 +233,12 @@ def head_parts(problem, config, sms):
     def steps(parts):
         added = PART_STEPS + ADD_STEPS if parts > 1 else 0
         longest = max(of_head) * -(-problem.group // parts) + added
-        if problem.right is None or tiles * parts <= sms:
-            return -(-tiles * parts // sms) * longest
+        waves = -(-tiles * parts // sms) * longest
+        if not problem.bounded or tiles * parts <= sms:
+            return waves
         mean = (all_steps + tiles * parts * added) / sms
+        if problem.left is not None:
+            return min(waves, mean + longest / 2)
         return max(longest, mean + longest / 2 if config.descending else mean)
 
     possible = sorted({-(-problem.group // -(-problem.group // parts)) for parts in range(1, problem.group + 1)})
@@ -305,7 +300,7 @@ def backward_heads_per_section(problem, config, parts, sms):
     longest tile of the last one starts late: 4 K/V heads of 64 tiles each, dealt out one by one, take half as long
     again.
     """
-    if problem.right is None and not config.turns:
+    if not problem.bounded and not config.turns:
         return 1
     row_bytes = (problem.head_dim + problem.head_dim_v) * ELEMENT_BYTES
     row_bytes += FLOAT_BYTES * problem.head_dim if config.sums else 0

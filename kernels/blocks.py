@@ -108,7 +108,7 @@ class Band:
         left: Int32 | None,
         origin: Int32,
     ) -> KeyBlocks:
-        """For the rows from ``row_begin``, of a tile with this ``origin``. There is no block and no key where all of them
+        """For the rows from ``row_begin``, of a tile with this ``origin``. There is no block and no key where all rows
         lie past the last query.
         """
         fewest = self.key_limit(row_begin, seqlen_q, seqlen_k, right)
@@ -117,15 +117,14 @@ class Band:
         first, inner = Int32(0), Int32(0)
         if const_expr(self.left_bound):
             fewest, most = fewest - origin, most - origin
+            first = cutlass.max(self.first_key(row_begin, seqlen_q, seqlen_k, left) - origin, 0) // self.tile_n
+            inner = cutlass.max(self.first_key(last_row, seqlen_q, seqlen_k, left) - origin, 0)
+            inner = (inner + self.tile_n - 1) // self.tile_n
         keys = cutlass.max(most, 0)
         keys = cutlass.select_(row_begin < seqlen_q, keys, Int32(0))
         full = cutlass.max(fewest, 0) // self.tile_n
         end = (keys + self.tile_n - 1) // self.tile_n
-        if const_expr(self.left_bound):
-            first = cutlass.max(self.first_key(row_begin, seqlen_q, seqlen_k, left) - origin, 0) // self.tile_n
-            first = cutlass.min(first, end)  # rows past the last query
-            inner = cutlass.max(self.first_key(last_row, seqlen_q, seqlen_k, left) - origin, 0)
-            inner = (inner + self.tile_n - 1) // self.tile_n
+        first = cutlass.min(first, end)  # rows past the last query
         return KeyBlocks(first, inner, full, end, keys)
 
     @cute.jit
@@ -158,8 +157,7 @@ class Band:
         """``(first columns, column limits)`` of the thread's rows as mask_scores takes them, None for a side that is
         not masked. ``first_column``: the thread's first key of the block, counted from the tile's origin.
         """
-        firsts = cute.make_rmem_tensor(ROWS, Int32) if const_expr(sides.left) else None
-        limits = cute.make_rmem_tensor(ROWS, Int32) if const_expr(sides.right) else None
+        firsts, limits = (cute.make_rmem_tensor(ROWS, Int32) if side else None for side in sides)
         for row in cutlass.range_constexpr(ROWS):
             if const_expr(not self.left_bound):
                 limits[row] = keys.limits[row] - first_column

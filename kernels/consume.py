@@ -10,7 +10,7 @@ from cutlass.cute.nvgpu import warpgroup as wgmma
 
 from .args import RunTime
 from .barriers import Turns, any_of_warpgroup
-from .blocks import LEFT, NO_SIDE, Band, RowKeys, Sides
+from .blocks import LEFT, NO_SIDE, Band, KeyBlocks, RowKeys, Sides
 from .config import WARPGROUP_THREADS, WARPS_PER_WARPGROUP, WGMMA_M, ForwardConfig
 from .epilogue import normalise, store_lse
 from .mask import mask_scores
@@ -25,6 +25,7 @@ from .products import (
     new_accumulator,
     rows_and_columns,
 )
+from .registers import kept
 from .schedule import SLOTS, Schedule, TileQueue
 from .score import ScoreHook, cap_constant
 from .softmax import QUAD, ROWS, Softmax, rescale_rows
@@ -72,7 +73,7 @@ class Consumer:
         """
         config = self.config
         tiled_q, tiled_k, _ = tensors
-        q_pipe, k_pipe, v_pipe = pipes
+        q_pipe, _, v_pipe = pipes
         seqlen_q, _, heads, batch = tiled_q.tensor.shape
         seqlen_k = tiled_k.tensor.shape[0]
         thread = cute.arch.thread_idx()[0] % WARPGROUP_THREADS
@@ -99,7 +100,8 @@ class Consumer:
             place = seqlen_q, seqlen_k, run.right, run.left, origin
             tile_end = self.band.blocks(first_query, config.tile_m, *place).end
             first_query += warpgroup * WGMMA_M
-            first, inner, full, end, _ = self.band.blocks(first_query, WGMMA_M, *place)
+            own = self.band.blocks(first_query, WGMMA_M, *place)
+            first, *_, end, _ = own
             first_row = first_query + thread // QUAD // 8 * 16 + thread // QUAD % 8
             begin(Phase.WAIT_Q)
             slope = self.hook.slope(run, batch_index, head)
@@ -109,23 +111,9 @@ class Consumer:
             # Main loop
             q_pipe.consumer_wait(q_state)
             if end > 0:
-                masked = self.band.end_is_masked(inner, full, end)
-                k_state = self.first_block(products, k_pipe, k_state, rows, warpgroup, is_store_warp, masked, end, run)
-                full = cutlass.min(full, end - 1)
-                for block in cutlass.range(end - 2, full - 1, -1, unroll=1):
-                    k_state, v_state = self.block(
-                        products, pipes, k_state, v_state, rows, warpgroup, run, block, self.band.sides
-                    )
-                inner = cutlass.min(inner, full)
-                for block in cutlass.range(full - 1, inner - 1, -1, unroll=1):
-                    k_state, v_state = self.block(
-                        products, pipes, k_state, v_state, rows, warpgroup, run, block, NO_SIDE
-                    )
-                if const_expr(self.band.left_bound):
-                    for block in cutlass.range(inner - 1, first - 1, -1, unroll=1):
-                        k_state, v_state = self.block(
-                            products, pipes, k_state, v_state, rows, warpgroup, run, block, LEFT
-                        )
+                k_state, v_state = self.tile(
+                    products, pipes, k_state, v_state, rows, warpgroup, is_store_warp, own, run
+                )
             q_pipe.consumer_release(q_state)
             if end > 0:
                 v_state = self.last_output(products, v_pipe, v_state, rows, warpgroup)
@@ -151,6 +139,37 @@ class Consumer:
         self.turns.close(warpgroup)
         self.output.finish(is_store_warp)
         begin(Phase.EXIT)
+
+    @cute.jit
+    def tile(
+        self,
+        products: Products,
+        pipes: tuple,
+        k_state,
+        v_state,
+        rows: Rows,
+        warpgroup: Int32,
+        is_store_warp: Boolean,
+        own: KeyBlocks,
+        run: RunTime,
+    ):
+        """A warpgroup's ``own`` blocks, from the last to the first; P V of the first one is yet to come."""
+        first, inner, full, end, _ = own
+        _, k_pipe, _ = pipes
+        masked = self.band.end_is_masked(inner, full, end)
+        k_state = self.first_block(products, k_pipe, k_state, rows, warpgroup, is_store_warp, masked, end, run)
+        full = cutlass.min(full, end - 1)
+        for block in cutlass.range(end - 2, full - 1, -1, unroll=1):
+            k_state, v_state = self.block(
+                products, pipes, k_state, v_state, rows, warpgroup, run, block, self.band.sides
+            )
+        inner = cutlass.min(inner, full)
+        for block in cutlass.range(full - 1, inner - 1, -1, unroll=1):
+            k_state, v_state = self.block(products, pipes, k_state, v_state, rows, warpgroup, run, block, NO_SIDE)
+        if const_expr(self.band.left_bound):
+            for block in cutlass.range(inner - 1, first - 1, -1, unroll=1):
+                k_state, v_state = self.block(products, pipes, k_state, v_state, rows, warpgroup, run, block, LEFT)
+        return k_state, v_state
 
     @cute.jit
     def skip(self, pipes: tuple, k_state, v_state, warpgroup: Int32):
@@ -341,7 +360,9 @@ class Consumer:
         wgmma.wait_group(0)
         self.apply_hook(scores, rows, block, sides, run)
         if const_expr(sides != NO_SIDE):
-            self.mask(scores, rows, block, sides, run)
+            # Two comparisons an element, were they known, the compiler would keep from the first time, bit by bit
+            again = kept(block) if const_expr(sides.left and sides.right) else block
+            self.mask(scores, rows, again, sides, run)
         scale = self.hook.scale(run)
         rescale = self.softmax.catch_up(rows_and_columns(scores), sums, rows.shift, rows.sum, scale)
         rescale_rows(rows_and_columns(rows.acc_o), rescale)

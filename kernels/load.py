@@ -29,9 +29,7 @@ def tma_pipe(barriers, stages, consumer_warps, tile_bytes):
 
 
 @cute.jit
-def head_tiles(
-    tiled: TiledTensor, shared: cute.Tensor, box: cutlass.Constexpr, head: Int32, batch: Int32, origin=0
-):
+def head_tiles(tiled: TiledTensor, shared: cute.Tensor, box: cutlass.Constexpr, head: Int32, batch: Int32, origin=0):
     """``(tiles, stages)`` of one head: a global tensor (length, head_dim, heads, batch) cut into boxes from row
     ``origin`` on, and their stages.
     """

@@ -24,6 +24,9 @@ FORWARD = [
         (96, 96, "bfloat16", Plan(192, 144, shared_p=True)), (128, 128, "float16", Plan(128, 128)),
     )
     for causal in (False, True)
+] + [
+    (Case(1, 150, 401, 2, 1, head_dim, head_dim, dtype=dtype, window_size=(70, 20)), None)
+    for head_dim, dtype in ((64, "bfloat16"), (128, "float16"), (256, "bfloat16"))
 ]  # fmt: skip
 
 # With each whether it must be deterministic.
@@ -34,6 +37,10 @@ BACKWARD = [
         (128, 128, "bfloat16", True, True), (136, 136, "bfloat16", False, True), (192, 128, "bfloat16", True, False),
         (256, 256, "bfloat16", True, False),
     )
+] + [
+    # The first 240 keys are seen by no query
+    (Case(1, 150, 401, 2, 1, head_dim, head_dim, window_size=(10, 20)), deterministic)
+    for head_dim, deterministic in ((64, False), (128, True), (256, False))
 ]  # fmt: skip
 
 

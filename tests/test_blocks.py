@@ -118,12 +118,12 @@ def test_the_queries_that_see_a_key(band):
 
     answers = evaluated(of_key, asked, 2)
     seen = {each: visible(band, *each).T.tolist() for each in problems(band)}
-    for (key, seqlen_q, seqlen_k, *bounds), (first, end) in zip(asked, answers, strict=True):
+    for (key, *each), (first, end) in zip(asked, answers, strict=True):
+        seqlen_q, seqlen_k, *_ = each
         if key >= seqlen_k:
             assert first > seqlen_q
         else:
-            of_key = seen[seqlen_q, seqlen_k, *bounds][key]
-            assert [first <= i < end for i in range(seqlen_q)] == of_key
+            assert [first <= i < end for i in range(seqlen_q)] == seen[tuple(each)][key]
 
 
 def run_time(right, left):
@@ -134,8 +134,8 @@ WARPGROUP_ROWS, WARPGROUPS = 4, 2
 
 
 def test_a_query_tile_visits_the_keys_that_it_sees(band):
-    """So do its warpgroups, in the tile's blocks: all blocks with a key that a row sees, none more; only blocks in which
-    all rows see all keys go without a mask; with a left bound the first key is one that is seen.
+    """So do its warpgroups, in the tile's blocks: all blocks with a key that a row sees, none more; only blocks in
+    which all rows see all keys go without a mask; with a left bound the first key is one that is seen.
     """
     rows = WARPGROUP_ROWS * WARPGROUPS
 

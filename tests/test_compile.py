@@ -20,12 +20,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "profiling"))
 import table_kernels
 
 ROOT = Path(__file__).parent.parent
+WINDOWS = [row[:2] for row in plan.TABLE if row[2]]
 KINDS = [
-    Static(dtype, *row, False, negative_scale)
-    for dtype, row, negative_scale in (
-        *((dtype, row, False) for row in plan.TABLE for dtype in ("bfloat16", "float16")),
-        ("bfloat16", (64, 256, True), False),
-        ("float16", (128, 128, True), True),
+    Static(dtype, *row, left_bound, negative_scale)
+    for dtype, row, left_bound, negative_scale in (
+        *((dtype, row, False, False) for row in plan.TABLE for dtype in ("bfloat16", "float16")),
+        ("bfloat16", (64, 256, True), False, False),
+        ("float16", (128, 128, True), False, True),
+        *(("float16" if row[0] == 128 else "bfloat16", (*row, True), True, False) for row in WINDOWS),
+        ("float16", (64, 64, True), True, True),
     )
 ]
 
@@ -39,19 +42,21 @@ def test_machine_code(static):
     chosen = plan.choose(static)
     config, found = plan.forward_config(static, chosen), code(static)
     assert found.name.startswith(config.name)  # what a profiler shows
-    # First block, masked loop, unmasked loop, and in both loops again: Q Kᵀ in steps of 16 head dims; P V in the loops
-    # and once at the end
+    # First block, masked loop, unmasked loop, with a left bound that of the left side, and in the loops again: Q Kᵀ in
+    # steps of 16 head dims; P V in the loops and once at the end
     scores, output = static.head_dim // 16, config.tile_n // 16
-    assert found.counts["HGMMA"] == 5 * scores + 3 * output
-    # Eight fences before groups of WGMMAs and eight waits for them. Where ptxas cannot tell which registers they use it
-    # serialises them: a fence and a wait for each.
-    assert found.counts["WARPGROUP"] <= 16
+    loops = 3 if static.left_bound else 2
+    assert found.counts["HGMMA"] == (1 + 2 * loops) * scores + (1 + loops) * output
+    # Three fences a loop before groups of WGMMAs and two more, and so many waits for them. Where ptxas cannot tell
+    # which registers they use it serialises them: a fence and a wait for each.
+    assert found.counts["WARPGROUP"] <= 6 * loops + 4
     assert found.counts["UTMALDG"] >= 3
     assert found.counts["USETMAXREG"] == 2
     assert (found.stack, found.local, found.spills) == (0, 0, 0)
     assert found.registers == 65536 // config.threads // 8 * 8  # setmaxnreg starts from an even split
-    # One exponential a score in each of the three places, and a few for rescaling and the LSE
-    assert 3 * config.tile_n // 2 <= found.counts["MUFU"] <= 3 * config.tile_n // 2 + 32
+    # One exponential a score in the first block and the loops, and a few for rescaling and the LSE
+    exponentials = (1 + loops) * config.tile_n // 2
+    assert exponentials <= found.counts["MUFU"] <= exponentials + 32
 
 
 GRADIENTS = [
@@ -60,9 +65,10 @@ GRADIENTS = [
     if isinstance(static, BackwardStatic)
 ]
 # All that adds code at once: a gradient of the LSE, an order of the sums, parts of dK and dV
-GRADIENTS.append(
-    (BackwardStatic("float16", 96, 128, True, True, True), plan.BackwardPlan(tile_m=64, stages=2, split_heads=True))
-)
+ALL_AT_ONCE = plan.BackwardPlan(tile_m=64, stages=2, split_heads=True)
+GRADIENTS += [(BackwardStatic("float16", 96, 128, True, True, True, left), ALL_AT_ONCE) for left in (False, True)]
+WINDOWS_OF_GRADIENTS = [BackwardStatic("bfloat16", dim, dim, True, True, dim == 128, True) for dim in (64, 128)]
+GRADIENTS += [(static, plan.choose_backward(static)) for static in WINDOWS_OF_GRADIENTS]
 
 
 @pytest.mark.parametrize(("static", "chosen"), GRADIENTS, ids=[plan.backward_config(*each).name for each in GRADIENTS])
@@ -77,21 +83,21 @@ def test_machine_code_of_gradients(static, chosen):
         assert (each.stack, each.local, each.spills) == (0, 0, 0)
     assert not any(family in each.counts for each in (before, *others) for family in ("HGMMA", "UTMALDG"))
     # S in steps of 16 head dims; dP; dV and dK in steps of 16 queries; dQ in steps of 16 keys. A head's first S, the
-    # masked loop, the unmasked loop, and the last step, which has no next S but also its own dQ; in one of the two
-    # orders of products also the second step, which has no dQ.
+    # masked loop, the unmasked loop, with a left bound one more, and the last step, which has no next S but also its
+    # own dQ; in one of the two orders of products also the second step, which has no dQ.
     scores, dp, by_queries, dq = (x // 16 for x in (config.head_dim, config.head_dim_v, config.tile_m, config.tile_n))
     loop = scores + dp + 2 * by_queries + dq
-    seconds = int(not config.early_sums)
-    assert found.counts["HGMMA"] == scores + 2 * loop + (loop - scores + dq) + seconds * (loop - dq)
+    seconds, loops = int(not config.early_sums), 3 if static.left_bound else 2
+    assert found.counts["HGMMA"] == scores + loops * loop + (loop - scores + dq) + seconds * (loop - dq)
     # A fence before each of the head's first S, the loops' five groups and the last step's five, and the waits: 1, 4 a
     # loop, 4. Where ptxas serialises WGMMAs there is a fence and a wait for each.
-    assert found.counts["WARPGROUP"] <= 2 + 2 * 9 + 9 + seconds * 8
+    assert found.counts["WARPGROUP"] <= 2 + loops * 9 + 9 + seconds * 8
     assert found.counts["UTMALDG"] >= 4
     assert found.counts["USETMAXREG"] == 2
     assert found.registers == 65536 // config.threads // 8 * 8
     # An exponential a score in three or four places, in the unmasked loop but for the polynomials, and a few for the
     # tile scheduler's divisions
-    exponentials = (3 + seconds) * config.tile_m // 2 - config.tile_m // 2 * config.polynomial_columns // 4
+    exponentials = (1 + loops + seconds) * config.tile_m // 2 - config.tile_m // 2 * config.polynomial_columns // 4
     assert exponentials <= found.counts["MUFU"] <= exponentials + 32
 
 

@@ -12,48 +12,59 @@ from hopper_fa3.problem import BackwardStatic
 DEPTH = 16  # of one WGMMA
 
 
+def loops_of(config):
+    """The masked and the unmasked one, and with a left bound that of its side."""
+    return 3 if config.left_bound else 2
+
+
 def of_128_keys(config):
-    """S before a head's first step, and in the masked and the unmasked loop; dP, dV, dK and dQ in both and in the last
-    step; dQ once more behind it.
+    """S before a head's first step, and in the loops; dP, dV, dK and dQ in these and in the last step; dQ once more
+    behind it.
     """
-    total, dq = config.tile_m // DEPTH, config.tile_n // DEPTH
-    return 3 * config.columns // DEPTH + 3 * (config.columns_v // DEPTH + 2 * total + dq) + dq
+    total, dq, rounds = config.tile_m // DEPTH, config.tile_n // DEPTH, 1 + loops_of(config)
+    return rounds * (config.columns + config.columns_v) // DEPTH + rounds * (2 * total + dq) + dq
 
 
 def of_roles(config):
-    """One role: S likewise, dV in both loops and behind them. The other: dP in the first step and in the loop, dK there
+    """One role: S likewise, dV in the loops and behind them. The other: dP in the first step and in the loop, dK there
     and behind it.
     """
-    total = config.tile_m // DEPTH
-    return 3 * (config.head_dim // DEPTH + total) + 2 * (config.head_dim_v // DEPTH + total)
+    total, rounds = config.tile_m // DEPTH, 1 + loops_of(config)
+    return rounds * (config.head_dim // DEPTH + total) + 2 * (config.head_dim_v // DEPTH + total)
 
 
 def of_queries(config):
-    """S and dP of the first block and in both loops, dQ in these and behind them."""
-    return 3 * (config.head_dim + config.head_dim_v) // DEPTH + 3 * QueryConfig.tile_n // DEPTH
+    """S and dP of the first block and in the loops, dQ in these and behind them."""
+    return (1 + loops_of(config)) * (config.head_dim + config.head_dim_v + QueryConfig.tile_n) // DEPTH
+
+
+DENSE, CAUSAL, WINDOW = (False, False), (True, False), (True, True)  # right, left
 
 
 @pytest.mark.parametrize(
-    ("dtype", "head_dim", "head_dim_v", "right_bound", "split_tail", "products"),
+    ("dtype", "head_dim", "head_dim_v", "bounds", "split_tail", "products"),
     [
-        ("bfloat16", 192, 128, True, False, of_128_keys),
-        ("float16", 64, 256, False, False, of_128_keys),
-        ("bfloat16", 192, 128, False, True, of_128_keys),
-        ("bfloat16", 192, 192, False, False, of_roles),
-        ("float16", 256, 256, True, False, of_roles),
-        ("bfloat16", 256, 256, False, True, of_roles),
+        ("bfloat16", 192, 128, CAUSAL, False, of_128_keys),
+        ("float16", 64, 256, DENSE, False, of_128_keys),
+        ("bfloat16", 192, 128, DENSE, True, of_128_keys),
+        ("bfloat16", 192, 192, DENSE, False, of_roles),
+        ("float16", 256, 256, CAUSAL, False, of_roles),
+        ("bfloat16", 256, 256, DENSE, True, of_roles),
+        ("bfloat16", 192, 128, WINDOW, False, of_128_keys),
+        ("bfloat16", 256, 256, WINDOW, False, of_roles),
     ],
 )
-def test_machine_code(dtype, head_dim, head_dim_v, right_bound, split_tail, products):
-    static = BackwardStatic(dtype, head_dim, head_dim_v, right_bound, True, False)
+def test_machine_code(dtype, head_dim, head_dim_v, bounds, split_tail, products):
+    right_bound, left_bound = bounds
+    static = BackwardStatic(dtype, head_dim, head_dim_v, right_bound, True, False, left_bound)
     chosen = plan.choose_backward(static)._replace(split_tail=split_tail)
     config = plan.backward_config(static, chosen)
     before, main, *add, last = machine_code.reports(compiling.cubin(static, chosen))
     # Fences before groups of WGMMAs and waits for them: twice as many as WGMMAs where ptxas serialises these
-    assert (main.counts["HGMMA"], main.counts["WARPGROUP"] <= 32) == (products(config), True)
+    assert (main.counts["HGMMA"], main.counts["WARPGROUP"] <= 12 + 10 * loops_of(config)) == (products(config), True)
     if config.roles:
-        assert last.name == QueryConfig(dtype, head_dim, head_dim_v, right_bound).name + f"_{2 + split_tail}"
-        assert (last.counts["HGMMA"], last.counts["WARPGROUP"] <= 20) == (of_queries(config), True)
+        assert last.name == QueryConfig(dtype, head_dim, head_dim_v, *bounds).name + f"_{2 + split_tail}"
+        assert (last.counts["HGMMA"], last.counts["WARPGROUP"] <= 10 * loops_of(config)) == (of_queries(config), True)
         assert last.registers == 168
     assert [kernel.name for kernel in add] == [f"{config.name}_add_2"] * split_tail
     for kernel in (before, main, *add, last):

@@ -169,8 +169,11 @@ def test_what_a_kernel_is_launched_with(kernel):
     launch.execute(prepared(q, k, v, softmax_scale=-0.5, window_size=(-1, 3)), q, k, v)
     launch.execute(prepared(q, k, v, plan=Plan(64, 128, pingpong=False), sm_margin=100), q, k, v)
     (*_, counter, scalars), (*_, none, dense) = kernel.calls
-    assert (counter, scalars) == ("counter", (launch.scale_log2(-0.5), 3, 8, 2 * 4 * 2, 1))  # tiles of 192 queries
-    assert (none, dense) == (None, (launch.scale_log2(0.25), 0, 1, 32, 0))  # 40 tiles of 64 queries, 32 SMs
+    assert (counter, scalars) == (
+        "counter",
+        (launch.scale_log2(-0.5), 3, None, 8, 2 * 4 * 2, 1),
+    )  # tiles of 192 queries
+    assert (none, dense) == (None, (launch.scale_log2(0.25), 299, None, 1, 32, 0))  # 40 tiles of 64 queries, 32 SMs
     assert [static.right_bound for static, _ in kernel.asked] == [True, False]
     assert kernel.asked[1][1] == Plan(64, 128, pingpong=False)
     assert kernel.calls[0][:3] == (q, k, v)

@@ -13,10 +13,10 @@ from hopper_fa3.problem import BackwardStatic, Problem
 
 NAMES = (
     "q", "k", "v", "out", "lse", "do", "dlse", "dq", "dk", "dv", "rows", "sums", "turns", "dk_parts", "dv_parts",
-    "counter", "scale_log2", "scale", "right", "section", "head_parts", "whole_tiles", "tile_parts", "ctas",
+    "counter", "scale_log2", "scale", "right", "left", "section", "head_parts", "whole_tiles", "tile_parts", "ctas",
     "query_section", "query_ctas", "fills_idle_sms",
 )  # fmt: skip
-FORWARD = ("q", "k", "v", "out", "lse", "counter", "scale_log2", "right", "section", "ctas", "fills_idle_sms")
+FORWARD = ("q", "k", "v", "out", "lse", "counter", "scale_log2", "right", "left", "section", "ctas", "fills_idle_sms")
 
 
 class Kernels:

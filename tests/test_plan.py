@@ -10,10 +10,11 @@ from hopper_fa3 import plan
 from hopper_fa3.kernels.config import HEAD_DIM_CLASSES, REGISTERS, BackwardConfig, ForwardConfig
 from hopper_fa3.problem import BackwardStatic, Problem, Static
 
+BOUNDS = ((False, False), (True, False), (True, True))  # right, left
 GRID = [
-    Static(dtype, head_dim, head_dim_v, right_bound, False, negative_scale)
-    for dtype, head_dim, head_dim_v, right_bound, negative_scale in itertools.product(
-        ("bfloat16", "float16"), HEAD_DIM_CLASSES, HEAD_DIM_CLASSES, (False, True), (False, True)
+    Static(dtype, head_dim, head_dim_v, *bounds, negative_scale)
+    for dtype, head_dim, head_dim_v, bounds, negative_scale in itertools.product(
+        ("bfloat16", "float16"), HEAD_DIM_CLASSES, HEAD_DIM_CLASSES, BOUNDS, (False, True)
     )
 ]
 
@@ -37,9 +38,7 @@ def problem(**changes):
     return Problem(**{**values, **changes})
 
 
-@pytest.mark.parametrize(
-    "static", GRID, ids=lambda s: f"{s.dtype}-{s.head_dim}-{s.head_dim_v}-{s.right_bound}-{s.negative_scale}"
-)
+@pytest.mark.parametrize("static", GRID, ids=lambda s: plan.forward_config(s, plan.choose(s)).name)
 def test_every_plan_fits_the_hardware(static):
     config = plan.forward_config(static, plan.choose(static))
     config.check()
@@ -57,6 +56,21 @@ def test_every_plan_fits_the_hardware(static):
 def test_the_table_covers_the_speed_table():
     pairs = {(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)}
     assert {key for key in plan.TABLE} == {(*pair, bound) for pair in pairs for bound in (False, True)}
+
+
+def test_a_window_has_the_plan_of_a_causal_mask():
+    for pair in itertools.product(HEAD_DIM_CLASSES, repeat=2):
+        windowed, causal = (plan.choose(Static("bfloat16", *pair, True, left, False)) for left in (True, False))
+        assert windowed == causal
+
+
+def test_a_left_bound_needs_a_right_one():
+    for config in (ForwardConfig, BackwardConfig):
+        values = {name: 64 for name in ("head_dim", "head_dim_v", "tile_m", "tile_n") if name in config.__match_args__}
+        values |= {"dtype": "bfloat16", "right_bound": False, "left_bound": True, "stages": 2}
+        values |= dict.fromkeys({"negative_scale", "pingpong", "overlap"} & {*config.__match_args__}, False)
+        with pytest.raises(ValueError, match="left_bound needs right_bound"):
+            config(**values).check()
 
 
 def test_a_plan_differs_only_by_what_is_static():
@@ -167,6 +181,7 @@ def test_sections_keep_keys_and_values_in_l2():
     assert plan.heads_per_section(problem(seqlen_k=2**20)) == 4  # one K/V head, its whole group
     assert plan.heads_per_section(problem(seqlen_k=8)) == 32  # never more than there are
     assert plan.heads_per_section(problem(right=None)) == 1
+    assert plan.heads_per_section(problem(right=None, left=100)) == 32
 
 
 @pytest.mark.parametrize(("seqlen_q", "expected"), [(1, 32), (128, 32), (129, 64), (1000, 256)])
@@ -239,15 +254,18 @@ def part_steps(asked, config, parts):
                 yield from (steps * count + added for count in heads)
 
 
+@pytest.mark.parametrize("left", [None, 0, 63, 64, 300])
 @pytest.mark.parametrize("right", [None, 0, 37, 700])
 @pytest.mark.parametrize("seqlen_q", [1, 64, 500, 1000])
 @pytest.mark.parametrize("seqlen_k", [1, 128, 200, 777, 1500])
-def test_steps_are_the_blocks_of_queries_that_see_a_tile(seqlen_k, seqlen_q, right):
-    asked = problem(seqlen_q=seqlen_q, seqlen_k=seqlen_k, right=right)
+def test_steps_are_the_blocks_of_queries_that_see_a_tile(seqlen_k, seqlen_q, right, left):
+    asked = problem(seqlen_q=seqlen_q, seqlen_k=seqlen_k, right=right, left=left)
     found = plan.tile_steps(asked, GRADIENTS)
     visible = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool)
     if right is not None:
         visible = visible.tril(seqlen_k - seqlen_q + right)
+    if left is not None:
+        visible = visible.triu(seqlen_k - seqlen_q - left)
     expected = []
     for key in range(0, seqlen_k, GRADIENTS.tile_n):
         seen_by = visible[:, key : key + GRADIENTS.tile_n].any(1)
@@ -292,6 +310,24 @@ def test_parts_of_causal_heads_are_about_the_best(length, heads_k, group, determ
     chosen = time(plan.head_parts(asked, config, 132))
     assert chosen <= 1.25 * min(map(time, {-(-group // -(-group // count)) for count in range(1, group + 1)}))
     assert chosen <= 1.02 * time(1)
+
+
+@pytest.mark.parametrize("left", [0, 128, 450, 1000, 4000])
+@pytest.mark.parametrize("group", [1, 2, 5, 8])
+@pytest.mark.parametrize("heads_k", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("length", [500, 2048, 8192])
+def test_parts_of_heads_with_a_window_are_about_the_best(length, heads_k, group, left):
+    left = min(left, length - 2)
+    asked = problem(batch=1, heads_k=heads_k, heads=group * heads_k, seqlen_q=length, seqlen_k=length, left=left)
+    for deterministic in (False, True):
+        config = replace(GRADIENTS, right_bound=True, left_bound=True, deterministic=deterministic)
+        times = {
+            parts: dealt(part_steps(asked, config, parts), 132)
+            for parts in {-(-group // -(-group // count)) for count in range(1, group + 1)}
+        }
+        chosen = times[plan.head_parts(asked, config, 132)]
+        # Where windows are nearly as long as the keys the estimate is coarse
+        assert chosen <= (1.45 if left > length / 2 else 1.25) * min(times.values()) and chosen <= 1.02 * times[1]
 
 
 @pytest.mark.parametrize(

@@ -2,17 +2,16 @@
 
 import itertools
 from collections import defaultdict
-from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
-from cases import BACKWARD
+from cases import BACKWARD, bounds
 
 from hopper_fa3 import plan
 from hopper_fa3.kernels.barriers import BackwardBarrier, WideBarrier
 from hopper_fa3.kernels.config import HEAD_DIM_CLASSES, BackwardConfig
 from hopper_fa3.kernels.query_config import QueryConfig
-from hopper_fa3.problem import BackwardStatic
+from hopper_fa3.problem import BackwardStatic, Problem
 
 GRID = [
     BackwardStatic(dtype, head_dim, head_dim_v, right_bound, lse_gradient, deterministic)
@@ -160,11 +159,11 @@ def test_cases_for_the_gpu_meet_whole_and_split_heads():
         if 0 in (case.seqlen_q, case.seqlen_k):
             continue
         dims = (plan.tile_class(case.head_dim), plan.tile_class(case.head_dim_v))
-        static = BackwardStatic(case.dtype, *dims, case.causal or case.window_size[1] >= 0, False, False)
+        left, right = bounds(case.causal, case.window_size)
+        sizes = (case.batch, case.seqlen_q, case.seqlen_k, case.heads, case.heads_k, case.head_dim, case.head_dim_v)
+        problem = Problem(None, None, *sizes, softmax_scale=1.0, left=left, right=right)
+        static = BackwardStatic(case.dtype, *dims, problem.bounded, False, False)
         config = plan.backward_config(static, plan.choose_backward(static))
         kernel = static, plan.unused_columns(case, config)
-        group = case.heads // case.heads_k
-        right = 0 if case.causal else case.window_size[1] if case.window_size[1] >= 0 else None
-        problem = SimpleNamespace(**asdict(case) | {"group": group, "right": right})
         found[kernel].add(plan.head_parts(problem, config, 132) > 1)
     assert {kernel: kinds for kernel, kinds in found.items() if kinds != {False, True}} == {}

@@ -374,6 +374,12 @@ def test_static_holds_classes_and_presence(hopper):
     assert half.static == Static("float16", 64, 128, False, False, False)
     shifted = Problem.from_tensors(*tensors("cuda"), window_size=(-1, 2))
     assert shifted.right == 2 and shifted.static == Static("bfloat16", 64, 64, True, False, False)
+    # A left bound is never alone; the right one hides nothing then
+    for window, right in (((3, 2), 2), ((3, -1), 4)):
+        windowed = Problem.from_tensors(*tensors("cuda"), window_size=window)
+        assert windowed.static == Static("bfloat16", 64, 64, True, True, False)
+        assert windowed.backward_static(True, False) == BackwardStatic("bfloat16", 64, 64, True, True, False, True)
+        assert windowed.kernel_bounds == (right, 3)
     assert hash(half.static) == hash(Static(*half.static)) and half.static != shifted.static
 
 
