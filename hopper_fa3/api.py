@@ -42,8 +42,8 @@ def _recall(q, k, v, out, hook, options):
     """``(signature, recipe)``: all that a CUDA call's recipe depends on, and the recipe of an equal call before it.
 
     Both None where there is no signature (CPU tensors, forward mode, what has no memory); then Problem says what is
-    wrong, if anything. ``hook``: sink and slopes. Built from raw attributes because host time counts: validating anew costs several times the
-    launch.
+    wrong, if anything. ``hook``: sink and slopes. Built from raw attributes because host time counts: validating anew
+    costs several times the launch.
     """
     try:
         if not q.is_cuda or forward_ad._current_level >= 0:  # tangents are no part of a signature

@@ -134,7 +134,7 @@ def tile_counter(device):
 
 
 def hook_tensors(out, sink, alibi_slopes):
-    """``(sink, slopes)`` as the kernels take them: float32 ``(heads,)`` and ``(batch, heads)``, any strides; or None."""
+    """``(sink, slopes)`` as kernels take them: float32 ``(heads,)`` and ``(batch, heads)``, any strides; or None."""
     sink = None if sink is None else sink.float()
     slopes = None if alibi_slopes is None else alibi_slopes.expand(out.shape[0], out.shape[2])
     return sink, slopes

@@ -42,9 +42,7 @@ def execute(recipe, q, k, v, out, lse, dout, dlse, *, sink=None, alibi_slopes=No
     tensors = (readable(tensor) for tensor in (q, k, v, out))
     _, slopes = hook_tensors(out, None, alibi_slopes)
     counter = tile_counter(q.device)
-    launch.function(
-        *tensors, lse, readable(dout), dlse, slopes, dq, dk, dv, rows, *others, counter, *launch.scalars
-    )
+    launch.function(*tensors, lse, readable(dout), dlse, slopes, dq, dk, dv, rows, *others, counter, *launch.scalars)
     return dq, dk, dv, None if sink is None else sink_gradient(sink, rows, problem)
 
 

@@ -45,6 +45,9 @@ class PackedProblem:
     has_seqused_q: bool
     has_seqused_k: bool
 
+    # As in Problem; not built yet
+    softcap, has_sink, has_alibi = 0.0, False, False
+
     @classmethod
     def from_tensors(
         cls, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q=None, seqused_k=None, *,

@@ -87,12 +87,12 @@ class BackwardKernel:
         stream: cuda.CUstream,
     ):
         """q, k, v, out, do, dq, dk, dv: (batch, length, heads, head_dim) in 16 bit, last stride 1. lse, dlse: (batch,
-        heads, seqlen_q) float32; slopes (batch, heads) likewise, or None. Workspace in float32: rows (batch, heads, blocks, 2 tile_m); where dQ is summed, else
-        None: sums (batch, heads, blocks, tile_m head_dim). dk_parts and dv_parts: where heads are split (batch,
-        heads_k, parts, K/V tiles, tile_n head_dim), where the tail is split (PartWork.slot, tile_n head_dim), else
-        None. In int32: turns (batch, heads, blocks, warpgroups), None where no order of sums is asked for.
-        head_parts, whole_tiles and tile_parts are those of BackwardRunTime, query_section and query_ctas those of
-        query_kernel.py. The short kernels before and behind use all SMs.
+        heads, seqlen_q) float32; slopes (batch, heads) likewise, or None. Workspace in float32: rows (batch, heads,
+        blocks, 2 tile_m); where dQ is summed, else None: sums (batch, heads, blocks, tile_m head_dim). dk_parts and
+        dv_parts: where heads are split (batch, heads_k, parts, K/V tiles, tile_n head_dim), where the tail is split
+        (PartWork.slot, tile_n head_dim), else None. In int32: turns (batch, heads, blocks, warpgroups), None where no
+        order of sums is asked for. head_parts, whole_tiles and tile_parts are those of BackwardRunTime, query_section
+        and query_ctas those of query_kernel.py. The short kernels before and behind use all SMs.
         """
         config, dtype = self.config, self.dtype
         edge_ctas = rows.shape[0] * rows.shape[1] * rows.shape[2]

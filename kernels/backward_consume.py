@@ -294,8 +294,8 @@ class BackwardConsumer:
     ):
         """Pᵀ = exp2(Sᵀ scale - LSE), in place and in 16 bit."""
         first = block * self.config.tile_m
-        limits, bias = query_limits(tile.keys.first_queries, first), bias_of(self.hook, tile.keys, first, accumulator, run.right)
-        hook = self.hook, bias, tile.factors
+        limits = query_limits(tile.keys.first_queries, first)
+        hook = self.hook, bias_of(self.hook, tile.keys, first, accumulator, run.right), tile.factors
         polynomials, width = self.config.polynomial_columns, self.band.width(run)
         exponentiate(accumulator, lse, limits, run, sides, width, *hook, polynomials, self.dtype)
         convert(accumulator, self.dtype, target=tile.p)

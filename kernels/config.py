@@ -108,9 +108,9 @@ class ForwardConfig(Checked):
         """Readable kernel name for profilers."""
         mask = mask_name(self)
         dims = f"d{self.head_dim}" if self.head_dim == self.head_dim_v else f"d{self.head_dim}v{self.head_dim_v}"
-        sign = "_negative_scale" if self.negative_scale else ""
+        sign, hook = "_negative_scale" * self.negative_scale, hook_name(self) + "_sink" * self.sink
         tile = f"{self.tile_m}x{self.tile_n}{'_shared_p' if self.shared_p else ''}"
-        return f"hopper_fa3_forward_{dims}_{mask}_{SHORT_DTYPES[self.dtype]}_{tile}{sign}{hook_name(self)}{'_sink' * self.sink}"
+        return f"hopper_fa3_forward_{dims}_{mask}_{SHORT_DTYPES[self.dtype]}_{tile}{sign}{hook}"
 
     @property
     def consumer_warpgroups(self):
@@ -273,8 +273,8 @@ class BackwardConfig(Checked):
         return self.split_heads or self.split_tail
 
     def free_registers(self):
-        """Registers left per consumer thread beside dK, dV and the larger of dQ's piece and dP with P in 16 bit, and with
-        softcap its derivative, all for 64 keys and 64 queries.
+        """Registers left per consumer thread beside dK, dV and the larger of dQ's piece and dP with P in 16 bit, and
+        with softcap its derivative, all for 64 keys and 64 queries.
         """
         totals = (self.head_dim + self.head_dim_v) // 2
         step = max(self.dq_columns // 2, WGMMA_M // 2 + (1 + self.softcap) * WGMMA_M // 4)

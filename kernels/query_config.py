@@ -38,7 +38,8 @@ class QueryConfig(Checked):
         """Readable kernel name for profilers."""
         mask = mask_name(self)
         dims = f"d{self.head_dim}" if self.head_dim == self.head_dim_v else f"d{self.head_dim}v{self.head_dim_v}"
-        return f"hopper_fa3_backward_{dims}_{mask}_{SHORT_DTYPES[self.dtype]}_{self.tile_m}x{self.tile_n}{hook_name(self)}_queries"
+        tile = f"{self.tile_m}x{self.tile_n}{hook_name(self)}"
+        return f"hopper_fa3_backward_{dims}_{mask}_{SHORT_DTYPES[self.dtype]}_{tile}_queries"
 
     @property
     def dynamic(self):

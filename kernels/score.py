@@ -26,9 +26,9 @@ class Bias(NamedTuple):
 
 @dataclass(frozen=True)
 class ScoreHook:
-    """``softcap``: a score is ``cap * tanh(x / cap)``, by one exponential and one reciprocal. With ``r = 1 / (1 + exp(2 x
-    / cap))`` it is ``cap - 2 cap r``. A product becomes r; ``scale_log2``, with which it is multiplied then, is -2 cap
-    log2(e), and the constant, the same for all keys, is brought back where the LSE needs it. The hardware's tanh is
+    """``softcap``: a score is ``cap * tanh(x / cap)``, by one exponential and one reciprocal. With ``r = 1 / (1 + exp(2
+    x / cap))`` it is ``cap - 2 cap r``. A product becomes r; ``scale_log2``, with which it is multiplied then, is -2
+    cap log2(e), and the constant, the same for all keys, is brought back where the LSE needs it. The hardware's tanh is
     right to 2^-11 only: at a cap of 15 the LSE would be off by 0.007.
 
     ``alibi``: ``-slope * |key - diagonal|`` is added (Press et al. 2022). "linear" where no query sees a key behind its
@@ -86,7 +86,9 @@ class ScoreHook:
         return run.slopes[batch, head] * Float32(LOG2_E)
 
     @cute.jit
-    def bias(self, slope: Float32, distance: Int32, score: Float32, transposed: cutlass.Constexpr[bool] = False) -> Bias:
+    def bias(
+        self, slope: Float32, distance: Int32, score: Float32, transposed: cutlass.Constexpr[bool] = False
+    ) -> Bias:
         """The Bias of a block. ``distance``: key - diagonal of the thread's first element, ``score``: any of its
         products; ``transposed``: rows are keys, and columns queries.
         """
