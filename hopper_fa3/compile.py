@@ -145,8 +145,8 @@ def _scales(static, count):
 
 
 def _bounds(static):
-    """``(right, left)`` of the band."""
-    return cutlass.Int32(1), cutlass.Int32(1) if static.left_bound else None
+    """``(right, left, chunk)`` of the band."""
+    return cutlass.Int32(1), *(cutlass.Int32(1) if present else None for present in (static.left_bound, static.chunked))
 
 
 def _counter():

@@ -96,6 +96,7 @@ def forward_config(static, plan):
         softcap=static.softcap,
         sink=static.sink,
         alibi=static.alibi,
+        chunked=static.chunked,
         **plan._asdict(),
     )
 
@@ -183,6 +184,7 @@ def backward_config(static, plan):
         deterministic=static.deterministic,
         softcap=static.softcap,
         alibi=static.alibi,
+        chunked=static.chunked,
         **plan._asdict(),
     )
 
@@ -214,14 +216,16 @@ def tile_steps(problem, config):
     """Steps of each K/V tile of a head, for one query head: the blocks of queries that see any of its keys."""
     if not problem.bounded:
         return [-(-problem.seqlen_q // config.tile_m)] * tiles_of_head(problem, config)
-    right, left = problem.kernel_bounds
+    right, left, chunk = problem.kernel_bounds
     shift = problem.seqlen_k - problem.seqlen_q
 
     def steps(key):
-        end = problem.seqlen_q
-        if left is not None:
-            end = max(min(min(key + config.tile_n, problem.seqlen_k) - shift + left, end), 0)
-        return max(-(-end // config.tile_m) - max(key - shift - right, 0) // config.tile_m, 0)
+        last = min(key + config.tile_n, problem.seqlen_k) - 1
+        first, end = key - right, problem.seqlen_k if left is None else last + left + 1
+        if chunk:
+            first, end = max(first, key // chunk * chunk), min(end, (last // chunk + 1) * chunk)
+        end = max(min(end - shift, problem.seqlen_q), 0)
+        return max(-(-end // config.tile_m) - max(first - shift, 0) // config.tile_m, 0)
 
     return [steps(key) for key in range(0, problem.seqlen_k, config.tile_n)]
 
@@ -246,7 +250,7 @@ def head_parts(problem, config, sms):
         if not problem.bounded or tiles * parts <= sms:
             return waves
         mean = (all_steps + tiles * parts * added) / sms
-        if problem.left is not None:
+        if problem.windowed:
             return min(waves, mean + longest / 2)
         return max(longest, mean + longest / 2 if config.descending else mean)
 

@@ -27,6 +27,7 @@ TOO_MANY_TILES = 2**31 - 2**12
 ANY_COUNT = range(2**63)
 NOT_BUILT = NotImplementedError
 LARGEST_SOFTCAP = 1024.0
+LARGEST_CHUNK = 2**30  # longer than any sequence on CUDA: the kernels add in 32 bits
 # Of q, k and v: dimensions of one name have one size.
 LAYOUTS = (
     ("batch", "seqlen_q", "heads", "head_dim"),
@@ -85,10 +86,6 @@ ILLEGAL = (
     ),
     Illegal("num_splits", (0, 1), (), NOT_BUILT, "num_splits must be 0 or 1 (splitting is not built yet)"),
     Illegal("pack_gqa", (None, False), (), NOT_BUILT, "pack_gqa must be None or False (packing is not built yet)"),
-    Illegal(
-        "attention_chunk", (0,), ON_CUDA, NOT_BUILT,
-        "attention_chunk must be 0 on CUDA where it hides a key (not built yet)",
-    ),
     # The kernel's scores are off by a float32's last bit of the cap (kernels/score.py).
     Illegal("large_softcap", (None,), ON_CUDA, ValueError, "softcap must be at most 1024 on CUDA"),
     *(
@@ -127,6 +124,7 @@ class Static(NamedTuple):
     softcap: bool = False
     sink: bool = False
     alibi: str | None = None  # "linear" where no query sees a key behind its diagonal, else "distance"
+    chunked: bool = False  # only with both bounds
 
 
 class BackwardStatic(NamedTuple):
@@ -141,6 +139,7 @@ class BackwardStatic(NamedTuple):
     left_bound: bool = False
     softcap: bool = False
     alibi: str | None = None
+    chunked: bool = False
 
 
 @dataclass(frozen=True)
@@ -221,12 +220,22 @@ class Problem:
     @property
     def bounded(self):
         """True where some query sees less than all keys."""
-        return self.left is not None or self.right is not None
+        return self.windowed or self.right is not None
+
+    @property
+    def windowed(self):
+        """True where keys in front of others may be hidden: kernels have a left bound."""
+        return self.left is not None or self.attention_chunk > 0
 
     @property
     def kernel_bounds(self):
-        """``(right, left)`` as the kernels take them at run time; without a right bound one that hides nothing."""
-        return self.seqlen_q - 1 if self.right is None else self.right, self.left
+        """``(right, left, chunk)`` as the kernels take them at run time: bounds that hide nothing where others need
+        them, None where there is none.
+        """
+        right = self.seqlen_q - 1 if self.right is None else self.right
+        if not self.attention_chunk:
+            return right, self.left, None
+        return right, self.seqlen_k if self.left is None else self.left, min(self.attention_chunk, LARGEST_CHUNK)
 
     @property
     def static(self):
@@ -247,11 +256,12 @@ def static_of(problem):
         # A left bound comes with a right one, which may hide nothing: a third of the kernels less, and a window that is
         # open on the right is rare
         right_bound=problem.bounded,
-        left_bound=problem.left is not None,
+        left_bound=problem.windowed,
         negative_scale=problem.softmax_scale < 0 and not problem.softcap,
         softcap=problem.softcap > 0,
         sink=problem.has_sink,
         alibi=("linear" if problem.right == 0 else "distance") if problem.has_alibi else None,
+        chunked=problem.attention_chunk > 0,
     )
 
 
@@ -260,7 +270,7 @@ def backward_static_of(problem, lse_gradient, deterministic):
     static = static_of(problem)
     return BackwardStatic(
         static.dtype, static.head_dim, static.head_dim_v, static.right_bound, lse_gradient, deterministic,
-        static.left_bound, static.softcap, static.alibi,
+        static.left_bound, static.softcap, static.alibi, static.chunked,
     )  # fmt: skip
 
 

@@ -46,7 +46,7 @@ class PackedProblem:
     has_seqused_k: bool
 
     # As in Problem; not built yet
-    softcap, has_sink, has_alibi = 0.0, False, False
+    attention_chunk, softcap, has_sink, has_alibi = 0, 0.0, False, False
 
     @classmethod
     def from_tensors(
@@ -106,9 +106,14 @@ class PackedProblem:
         return self.left is not None or self.right is not None
 
     @property
+    def windowed(self):
+        """True where keys in front of others may be hidden."""
+        return self.left is not None
+
+    @property
     def kernel_bounds(self):
-        """``(right, left)`` as the kernels take them at run time; without a right bound one that hides nothing."""
-        return self.total_q - 1 if self.right is None else self.right, self.left
+        """``(right, left, chunk)`` as the kernels take them at run time; without a right bound one that hides nothing."""
+        return self.total_q - 1 if self.right is None else self.right, self.left, None
 
     @property
     def out_shape(self):

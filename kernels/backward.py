@@ -21,7 +21,7 @@ from .backward_steps import EarlySums, LateSums
 from .backward_store import SumStore
 from .backward_wide import WideConsumer
 from .backward_work import WorkSchedule, count_fields
-from .blocks import Band
+from .chunks import make_band, make_bounds
 from .config import WARP_THREADS, WARPGROUP_THREADS, WARPS_PER_WARPGROUP, BackwardConfig
 from .forward import DTYPES, heads_last
 from .load import tma_pipe
@@ -38,7 +38,7 @@ class BackwardKernel:
         config.check()
         self.config = config
         self.dtype = DTYPES[config.dtype]
-        self.band = Band(config.tile_n, config.right_bound, config.left_bound)
+        self.band = make_band(config)
         self.schedule = WorkSchedule(
             config.tile_n, True, config.descending, config.turns, config.split_tail, config.tile_m
         )
@@ -46,7 +46,7 @@ class BackwardKernel:
         # Where dQ is not summed
         self.queries = None
         if not config.sums:
-            bounds, hook = (config.right_bound, config.left_bound), (config.softcap, config.alibi)
+            bounds, hook = (config.right_bound, config.left_bound), (config.softcap, config.alibi, config.chunked)
             query_config = QueryConfig(config.dtype, config.head_dim, config.head_dim_v, *bounds, *hook)
             self.queries = QueryKernel(query_config, self.dtype, config.tile_m)
         self.epilogue = Epilogue(config, self.dtype, self.band)
@@ -76,6 +76,7 @@ class BackwardKernel:
         cap_factor: Float32 | None,
         right: Int32,
         left: Int32 | None,
+        chunk: Int32 | None,
         section: Int32,
         head_parts: Int32,
         whole_tiles: Int32,
@@ -116,6 +117,7 @@ class BackwardKernel:
             for source, layout, box in zip(sources, layouts, boxes, strict=True)
         )
         parts = head_parts, whole_tiles, tile_parts
+        right, left = make_bounds(config, right, left, chunk)
         run = BackwardRunTime(scale_log2, scale, right, left, section, *parts, fills_idle_sms, cap_factor, slopes)
         # Launch: persistent, one CTA an SM; without min_blocks_per_mp setmaxnreg would vanish
         results = (heads_last(dk), heads_last(dv))
@@ -143,7 +145,7 @@ class BackwardKernel:
         self.prologue.run(out, do, lse, dlse, rows, *cleared, cap_scale)
 
     @cute.kernel
-    def behind(self, sums, dq: cute.Tensor, scale: Float32, seqlen_k: Int32, right: Int32):
+    def behind(self, sums, dq: cute.Tensor, scale: Float32, seqlen_k: Int32, right):
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()
         self.epilogue.queries(sums, dq, scale, seqlen_k, right)

@@ -151,7 +151,7 @@ class BackwardConsumer:
         dk, dv = new_total(config.head_dim), new_total(config.head_dim_v)
         dk.fill(0.0)
         dv.fill(0.0)
-        keys = own_keys(self.band, self.hook, first_key, seqlen_q, seqlen_k, run.right)
+        keys = own_keys(self.band, self.hook, first_key, seqlen_q, seqlen_k, run)
         scores = new_accumulator(products.scores_first, (WGMMA_M, config.tile_m))
         p = new_left_operand(scores, self.dtype)
         factors = new_left_operand(scores, self.dtype) if const_expr(config.softcap) else None
@@ -295,7 +295,7 @@ class BackwardConsumer:
         """Pᵀ = exp2(Sᵀ scale - LSE), in place and in 16 bit."""
         first = block * self.config.tile_m
         limits = query_limits(tile.keys.first_queries, first)
-        hook = self.hook, bias_of(self.hook, tile.keys, first, accumulator, run.right), tile.factors
+        hook = self.hook, bias_of(self.hook, tile.keys, first, accumulator, run), tile.factors
         polynomials, width = self.config.polynomial_columns, self.band.width(run)
         exponentiate(accumulator, lse, limits, run, sides, width, *hook, polynomials, self.dtype)
         convert(accumulator, self.dtype, target=tile.p)

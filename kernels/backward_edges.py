@@ -124,7 +124,7 @@ class Epilogue:
     band: Band
 
     @cute.jit
-    def queries(self, sums: cute.Tensor, dq: cute.Tensor, scale: Float32, seqlen_k: Int32, right: Int32):
+    def queries(self, sums: cute.Tensor, dq: cute.Tensor, scale: Float32, seqlen_k: Int32, right):
         """dQ of one step's queries of one head, a piece a warpgroup. dq: (seqlen_q, head_dim, heads, batch). A query
         that sees no key gets 0, whatever dO held.
         """

@@ -79,7 +79,7 @@ class Role:
             blocks = self.band.query_blocks(work.n_block, config.tile_m, *lengths_and_bounds)
             head = self.band.first_head(work, blocks)
             first_key = work.n_block * config.tile_n + own_key
-            keys = own_keys(self.band, self.hook, first_key, seqlen_q, seqlen_k, run.right)
+            keys = own_keys(self.band, self.hook, first_key, seqlen_q, seqlen_k, run)
             total = new_accumulator(products.total_add, (WGMMA_M, self.columns))
             total.fill(0.0)
             operand = new_left_operand(self.new_scores(products), self.dtype)

@@ -89,7 +89,7 @@ class ProbabilityRole(Role):
         # Under dV
         first_query = block * self.config.tile_m
         limits = query_limits(keys.first_queries, first_query)
-        bias = bias_of(self.hook, keys, first_query, scores, run.right)
+        bias = bias_of(self.hook, keys, first_query, scores, run)
         factors = new_left_operand(scores, self.dtype) if const_expr(self.config.softcap) else None
         exponentiate(scores, lse, limits, run, sides, self.band.width(run), self.hook, bias, factors)
         # dV in flight reads the operand's registers: until it is done they cannot take the next P

@@ -26,7 +26,8 @@ EXP2 = {
 class OwnKeys(NamedTuple):
     """What a thread knows of its two keys of a K/V tile, the first one and the one 8 below."""
 
-    first_queries: cute.Tensor  # (2): the first query that sees each
+    # (2): the first query that sees each; (4) in chunks: and one more than the last
+    first_queries: cute.Tensor
     # The query on whose diagonal the first one stands, with ALiBi, unless a right bound tells
     place: Int32 | None
     slope: cute.Tensor | None  # (1): of the current query head, with ALiBi
@@ -45,15 +46,17 @@ def own_keys(
     first_key: Int32,
     seqlen_q: Int32,
     seqlen_k: Int32,
-    right: Int32,
+    run,
 ) -> OwnKeys:
     """Of a tile, before its first head."""
-    first_queries = cute.make_rmem_tensor(ROWS, Int32)
+    first_queries = cute.make_rmem_tensor(2 * ROWS if band.chunked else ROWS, Int32)
     for row in cutlass.range_constexpr(ROWS):
-        first_queries[row] = band.first_query(first_key + 8 * row, seqlen_q, seqlen_k, right)
+        first_queries[row] = band.first_query(first_key + 8 * row, seqlen_q, seqlen_k, run.right)
+        if const_expr(band.chunked):
+            first_queries[ROWS + row] = band.end_query(first_key + 8 * row, seqlen_q, seqlen_k, run.left)
     place, slope = None, None
     if const_expr(hook.alibi is not None):
-        if const_expr(not band.right_bound):
+        if const_expr(not band.right_bound or band.chunked):
             place = first_key - (seqlen_k - seqlen_q)
         slope = cute.make_rmem_tensor(1, Float32)
         slope.fill(0.0)
@@ -61,11 +64,11 @@ def own_keys(
 
 
 @cute.jit
-def bias_of(hook: cutlass.Constexpr[ScoreHook], keys: OwnKeys, first: Int32, accumulator: cute.Tensor, right: Int32):
+def bias_of(hook: cutlass.Constexpr[ScoreHook], keys: OwnKeys, first: Int32, accumulator: cute.Tensor, run):
     """The Bias of a step that begins at query ``first``, or None."""
     if const_expr(hook.alibi is None):
         return None
-    place = keys.first_queries[0] + right if const_expr(keys.place is None) else keys.place
+    place = keys.first_queries[0] + run.right if const_expr(keys.place is None) else keys.place
     distance = place - first - 2 * (cute.arch.lane_idx() % QUAD)
     return hook.bias(keys.slope[0], distance, accumulator[0], transposed=True)
 
@@ -73,8 +76,8 @@ def bias_of(hook: cutlass.Constexpr[ScoreHook], keys: OwnKeys, first: Int32, acc
 @cute.jit
 def query_limits(first_queries: cute.Tensor, first: Int32):
     """The same, counted from the thread's own first query of a step that begins at ``first``."""
-    limits = cute.make_rmem_tensor(ROWS, Int32)
-    for row in cutlass.range_constexpr(ROWS):
+    limits = cute.make_rmem_tensor(cute.size(first_queries), Int32)
+    for row in cutlass.range_constexpr(cute.size(first_queries)):
         limits[row] = first_queries[row] - first - 2 * (cute.arch.lane_idx() % QUAD)
     return limits
 
@@ -94,7 +97,7 @@ def exponentiate(
     dtype: cutlass.Constexpr = None,
 ):
     """Pᵀ = exp2(Sᵀ scale - LSE), in place. ``lse``: of own_statistics, in base 2. ``limits``: of query_limits, on the
-    right side of the band; ``width``: how many queries further the left one is. ``bias``: of bias_of. ``factors``: with
+    right side of the band; ``width``: how many queries further the left one is, None where ``limits`` say it. ``bias``: of bias_of. ``factors``: with
     softcap, takes in 16 bit what dP - delta is multiplied with. ``polynomials``: of 4 columns, for so many a polynomial
     good enough for ``dtype``, where nothing is masked.
     """
@@ -111,7 +114,7 @@ def exponentiate(
             exponent = hook.exponent(score, bias, row, column, run, shift)
             if const_expr(sides != NO_SIDE):
                 first = limits[row] if const_expr(sides.right) else None
-                end = limits[row] + width if const_expr(sides.left) else None
+                end = (limits[ROWS + row] if width is None else limits[row] + width) if sides.left else None
                 visible = inside(8 * (column // 2) + column % 2, first, end)
                 exponent = cutlass.select_(visible, exponent, Float32(-math.inf))
             if const_expr(sides == NO_SIDE and column % 4 >= 4 - polynomials):

@@ -116,7 +116,7 @@ class WideConsumer:
                 new_accumulator(products.dk_add, (WGMMA_M, config.head_dim)),
                 new_accumulator(products.dv_add, (WGMMA_M, config.head_dim_v)),
                 new_accumulator(products.scores_first, (WGMMA_M, config.tile_m)),
-                own_keys(self.band, self.hook, first_key, seqlen_q, seqlen_k, run.right),
+                own_keys(self.band, self.hook, first_key, seqlen_q, seqlen_k, run),
             )
             tile.dk.fill(0.0)
             tile.dv.fill(0.0)
@@ -194,7 +194,7 @@ class WideConsumer:
         rows = memory.rows[None, state.q.index]
         first_query = block * self.config.tile_m
         limits = query_limits(tile.keys.first_queries, first_query)
-        bias = bias_of(self.hook, tile.keys, first_query, tile.scores, run.right)
+        bias = bias_of(self.hook, tile.keys, first_query, tile.scores, run)
         factors = new_left_operand(tile.scores, self.dtype) if const_expr(self.config.softcap) else None
         lse, delta = (own_statistics(rows, kind * self.config.tile_m, self.config.tile_m) for kind in range(2))
         exponentiate(tile.scores, lse, limits, run, sides, self.band.width(run), self.hook, bias, factors)

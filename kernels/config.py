@@ -30,7 +30,7 @@ REGISTERS = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
 def mask_name(config):
     """What a kernel's name says of its bounds."""
     if config.left_bound:
-        return "window"
+        return "chunked" if config.chunked else "window"
     return "causal" if config.right_bound else "dense"
 
 
@@ -102,6 +102,7 @@ class ForwardConfig(Checked):
     softcap: bool = False
     sink: bool = False
     alibi: str | None = None  # "linear" (no key behind a query's diagonal) or "distance"
+    chunked: bool = False  # only with both bounds
 
     @property
     def name(self):
@@ -229,6 +230,7 @@ class BackwardConfig(Checked):
     left_bound: bool = False
     softcap: bool = False
     alibi: str | None = None  # as in ForwardConfig
+    chunked: bool = False
 
     consumer_warpgroups = 2
 
@@ -294,9 +296,11 @@ class BackwardConfig(Checked):
     @property
     def early_sums(self):
         """True where registers hold dQ's piece beside dP and P, so that it can be computed beside dP
-        (backward_steps.py). Softcap has its derivative beside P, ALiBi slopes and places.
+        (backward_steps.py). Softcap has its derivative beside P, ALiBi slopes and places, chunks the ends
+        of each key's queries.
         """
-        return not self.wide and self.tile_m == WGMMA_M and not self.softcap and self.alibi is None
+        more = self.softcap or self.alibi is not None or self.chunked
+        return not self.wide and self.tile_m == WGMMA_M and not more
 
     @property
     def polynomial_columns(self):

@@ -13,7 +13,7 @@ from cutlass.memory import SmemAllocator
 
 from .args import RunTime, TiledTensor, may_begin_early
 from .barriers import Turns
-from .blocks import Band
+from .chunks import make_band, make_bounds
 from .config import SHARED_ALIGNMENT, WARPS_PER_WARPGROUP, WGMMA_M, ForwardConfig
 from .consume import Consumer
 from .kv_source import DenseValues
@@ -41,7 +41,7 @@ class ForwardKernel:
         config.check()
         self.config = config
         self.dtype = DTYPES[config.dtype]
-        self.band = Band(config.tile_n, config.right_bound, config.left_bound)
+        self.band = make_band(config)
         self.schedule = Schedule(config.tile_m, dynamic=config.dynamic, descending=config.dynamic)
         self.values = DenseValues(config.tile_n, config.head_dim_v, cut=config.right_bound)
         self.turns = Turns(config.consumer_warpgroups, config.pingpong)
@@ -64,6 +64,7 @@ class ForwardKernel:
         cap_factor: Float32 | None,
         right: Int32,
         left: Int32 | None,
+        chunk: Int32 | None,
         section: Int32,
         ctas: Int32,
         fills_idle_sms: Int32,
@@ -91,7 +92,7 @@ class ForwardKernel:
         # SMs fall idle at the end of the launch before, and wait at the kernel's griddepcontrol.
         tensors = (tiled_q, tiled_k, tiled_v)
         target = self.output.target(heads_last(out), o_layout)
-        run = RunTime(scale_log2, right, left, section, fills_idle_sms, cap_factor, slopes, sink)
+        run = RunTime(scale_log2, *make_bounds(config, right, left, chunk), section, fills_idle_sms, cap_factor, slopes, sink)
         self.kernel(tensors, target, lse, counter, run).launch(
             grid=(ctas, 1, 1), block=(config.threads, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True
         )

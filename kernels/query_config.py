@@ -27,6 +27,7 @@ class QueryConfig(Checked):
     left_bound: bool = False
     softcap: bool = False
     alibi: str | None = None  # as in ForwardConfig
+    chunked: bool = False
 
     consumer_warpgroups = 2
     tile_m = WGMMA_M * consumer_warpgroups

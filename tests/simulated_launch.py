@@ -97,7 +97,7 @@ class Launch:
         return self.kernels["schedule"].TileQueue(self.counter, Memory(np.full(slots, -2)), pipe)
 
     def band(self, config):
-        return self.kernels["blocks"].Band(config.tile_n, config.right_bound, config.left_bound)
+        return self.kernels["chunks"].make_band(config)
 
     def run(self):
         self.simulation.run()
