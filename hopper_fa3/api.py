@@ -15,8 +15,7 @@ the key on query i's diagonal (masks align to the bottom right), in this order::
                     q's dtype                  and the LSE, log(sum exp(score) + exp(sink)); -inf is none
 
 Any of them combine. All have a gradient that counts them in; the sink gets one of its own, the slopes none. The time is
-that of the blocks that some query sees. On CUDA, softcap, slopes, sink, and a left side or a chunk that hides a key are
-not built yet.
+that of the blocks that some query sees. On CUDA softcap is at most 1024.
 """
 
 import torch

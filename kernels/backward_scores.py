@@ -122,11 +122,23 @@ def exponentiate(
             else:
                 scores[row, column] = cute.math.exp2(exponent, fastmath=True)
             if const_expr(hook.softcap):
-                factor = derivative(score, scores[row, column])
-                if const_expr(column % 2 == 0):
-                    even[row] = factor
-                else:
-                    pairs[row, column // 2] = converted_pair(even[row], factor, factors.element_type)
+                keep_factor(pairs, even, derivative(score, scores[row, column]), row, column, factors.element_type)
+
+
+@cute.jit
+def keep_factor(
+    pairs: cute.Tensor,
+    even: cute.Tensor,
+    factor: Float32,
+    row: cutlass.Constexpr[int],
+    column: cutlass.Constexpr[int],
+    dtype: cutlass.Constexpr,
+):
+    """In 16 bit, two columns of a row to a register: the first waits in ``even`` (2)."""
+    if const_expr(column % 2 == 0):
+        even[row] = factor
+    else:
+        pairs[row, column // 2] = converted_pair(even[row], factor, dtype)
 
 
 @cute.jit

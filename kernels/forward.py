@@ -92,7 +92,9 @@ class ForwardKernel:
         # SMs fall idle at the end of the launch before, and wait at the kernel's griddepcontrol.
         tensors = (tiled_q, tiled_k, tiled_v)
         target = self.output.target(heads_last(out), o_layout)
-        run = RunTime(scale_log2, *make_bounds(config, right, left, chunk), section, fills_idle_sms, cap_factor, slopes, sink)
+        run = RunTime(
+            scale_log2, *make_bounds(config, right, left, chunk), section, fills_idle_sms, cap_factor, slopes, sink
+        )
         self.kernel(tensors, target, lse, counter, run).launch(
             grid=(ctas, 1, 1), block=(config.threads, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True
         )

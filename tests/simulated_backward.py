@@ -75,7 +75,7 @@ class Replacements:
             "backward_role_products": {"make_role_products": self.make_role_products},
             "backward_scores": {
                 "own_keys": self.own_keys,
-                "query_limits": lambda first_queries, first: first_queries - first,
+                "query_limits": lambda limits, first: (limits.firsts - first, limits.ends, first),
                 "own_statistics": self.own_statistics,
                 "exponentiate": self.exponentiate,
                 "differentiate": lambda dp, p, delta: dp.write(p.read() * (dp.read() - delta)),
@@ -219,9 +219,12 @@ class Replacements:
             k_transposed=k.operand(),
         )  # fmt: skip
 
-    def own_keys(self, band, hook, first_key, *lengths):
-        firsts = np.array([[band.first_query(first_key + row, *lengths)] for row in range(WARP_ROWS)])
-        return SimpleNamespace(first_queries=firsts, begin_head=lambda *_: None)
+    def own_keys(self, band, hook, first_key, seqlen_q, seqlen_k, run):
+        keys, lengths = range(first_key, first_key + WARP_ROWS), (seqlen_q, seqlen_k)
+        firsts = np.array([[band.first_query(key, *lengths, run.right)] for key in keys])
+        ends = np.array([[band.end_query(key, *lengths, run.left)] for key in keys]) if band.left_bound else None
+        limits = SimpleNamespace(firsts=firsts, ends=ends)
+        return SimpleNamespace(first_queries=limits, begin_head=lambda *_: None)
 
     def own_statistics(self, rows, first, queries):
         self.simulation.point()
@@ -230,10 +233,12 @@ class Replacements:
     def exponentiate(self, scores, lse, limits, run, sides, width, *hook):
         exponents = scores.read() * run.scale_log2 - lse
         columns = np.arange(exponents.shape[1])
+        firsts, ends, first = limits
         if sides.right:
-            exponents = np.where(columns >= limits, exponents, -math.inf)
+            exponents = np.where(columns >= firsts, exponents, -math.inf)
         if sides.left:
-            exponents = np.where(columns < limits + width, exponents, -math.inf)
+            ends = firsts + width if width is not None else ends - first
+            exponents = np.where(columns < ends, exponents, -math.inf)
         scores.write(np.exp2(exponents))
 
     def read_turn(self, turn):

@@ -171,10 +171,10 @@ def test_what_a_kernel_is_launched_with(kernel):
     (*_, counter, scalars), (*_, none, dense) = kernel.calls
     assert (counter, scalars) == (
         "counter",
-        (launch.scale_log2(-0.5), None, 3, None, 8, 2 * 4 * 2, 1),
+        (launch.scale_log2(-0.5), None, 3, None, None, 8, 2 * 4 * 2, 1),
     )  # tiles of 192 queries
     # 40 tiles of 64 queries, 32 SMs
-    assert (none, dense) == (None, (launch.scale_log2(0.25), None, 299, None, 1, 32, 0))
+    assert (none, dense) == (None, (launch.scale_log2(0.25), None, 299, None, None, 1, 32, 0))
     assert [static.right_bound for static, _ in kernel.asked] == [True, False]
     assert kernel.asked[1][1] == Plan(64, 128, pingpong=False)
     assert kernel.calls[0][:3] == (q, k, v)
@@ -192,6 +192,9 @@ def test_what_a_score_hook_is_launched_with(kernel):
     assert scalars[:2] == pytest.approx((-4 * math.log2(math.e), -0.5 * math.log2(math.e)))
     static, _ = kernel.asked[0]
     assert (static.softcap, static.sink, static.alibi, static.negative_scale) == (True, True, "distance", False)
+    launch.execute(prepared(q, k, v, attention_chunk=7), q, k, v)
+    launch.execute(prepared(*tensors(seqlen_q=320, seqlen_k=310), causal=True, attention_chunk=2**40), q, k, v)
+    assert [call[-1][2:5] for call in kernel.calls[1:]] == [(299, 310, 7), (0, 310, 2**30)]
     for scale in (0.0, 1.0, -(2.0**120)):
         tiny = Problem.from_tensors(q, k, v, softmax_scale=scale, softcap=2.0**-126)
         assert all(torch.tensor(launch.scales(tiny), dtype=torch.float32).isfinite())

@@ -13,11 +13,11 @@ from hopper_fa3.problem import BackwardStatic, Problem
 
 NAMES = (
     "q", "k", "v", "out", "lse", "do", "dlse", "slopes", "dq", "dk", "dv", "rows", "sums", "turns", "dk_parts",
-    "dv_parts", "counter", "scale_log2", "scale", "cap_factor", "right", "left", "section", "head_parts", "whole_tiles",
-    "tile_parts", "ctas", "query_section", "query_ctas", "fills_idle_sms",
+    "dv_parts", "counter", "scale_log2", "scale", "cap_factor", "right", "left", "chunk", "section", "head_parts",
+    "whole_tiles", "tile_parts", "ctas", "query_section", "query_ctas", "fills_idle_sms",
 )  # fmt: skip
 FORWARD = (
-    "q", "k", "v", "out", "lse", "sink", "slopes", "counter", "scale_log2", "cap_factor", "right", "left", "section",
+    "q", "k", "v", "out", "lse", "sink", "slopes", "counter", "scale_log2", "cap_factor", "right", "left", "chunk", "section",
     "ctas", "fills_idle_sms",
 )  # fmt: skip
 

@@ -42,7 +42,6 @@ GRAD = {"requires_grad": True}
 WINDOW = (
     "the left side of window_size must be open or at least total_k - 1 for packed sequences on CUDA (not built yet)"
 )
-CHUNK = "attention_chunk must be 0 on CUDA where it hides a key (not built yet)"
 SLOPES = "alibi_slopes must not require grad (their gradient is not built)"
 SOFTCAP = "softcap must be 0 (none), or from 2**-126 to below 2**127"
 DIMS = "must be a multiple of 8 and at most 256"
@@ -75,7 +74,6 @@ ROWS = (
      "num_splits must be 0 or 1 (splitting is not built yet), got 4"),
     ("pack_gqa", {"pack_gqa": True}, NotImplementedError,
      "pack_gqa must be None or False (packing is not built yet), got True"),
-    ("attention_chunk", CUDA | {"attention_chunk": 64}, NotImplementedError, f"{CHUNK}, got 64"),
     ("large_softcap", CUDA | {"large_softcap": 1025.0}, ValueError, "softcap must be at most 1024 on CUDA, got 1025.0"),
     *((name, {"packed": True, name: given}, NotImplementedError,
        f"{name} must be {legal} for packed sequences (not built yet), got {given}")
@@ -215,7 +213,7 @@ def test_a_call_with_an_illegal_option(options, error, message):
 def test_every_option_that_is_not_built_is_refused_by_a_call():
     unbuilt = {row.fact for row in ILLEGAL if row.error is NotImplementedError}
     # Facts that are no options, and those that only packed calls have
-    only_packed = dict.fromkeys(("left", "softcap", "sink", "page_table"))
+    only_packed = dict.fromkeys(("left", "attention_chunk", "softcap", "sink", "page_table"))
     others = {"slopes_gradient": "alibi_slopes", "tangent": None, **only_packed}
     options = {others.get(fact, fact) for fact in unbuilt} - {None}
     calls = [(options, error) for options, error, _ in CALLS] + [(options, error) for _, options, error, _ in ON_CUDA]
@@ -380,7 +378,7 @@ def test_static_holds_classes_and_presence(hopper):
         windowed = Problem.from_tensors(*tensors("cuda"), window_size=window)
         assert windowed.static == Static("bfloat16", 64, 64, True, True, False)
         assert windowed.backward_static(True, False) == BackwardStatic("bfloat16", 64, 64, True, True, False, True)
-        assert windowed.kernel_bounds == (right, 3)
+        assert windowed.kernel_bounds == (right, 3, None)
     assert hash(half.static) == hash(Static(*half.static)) and half.static != shifted.static
 
 
@@ -395,7 +393,6 @@ ON_CUDA = (
     ({}, {"sm_margin": 132}, ValueError, "the device's SMs minus sm_margin must be at least 1, got 0"),
     ({}, {"sm_margin": 1.0}, ValueError, "sm_margin must be an integer of at least 0, got 1.0"),
     ({}, {"plan": Plan(100, 128)}, ValueError, "tile_m must be 64, 128 or 192, got 100"),
-    ({}, {"attention_chunk": 3}, NotImplementedError, f"{CHUNK}, got 3"),
     ({}, {"softcap": 1025}, ValueError, "softcap must be at most 1024 on CUDA, got 1025.0"),
     ({}, {"softcap": -1.0}, ValueError, f"{SOFTCAP}, got -1.0"),
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Softcap, sinks and ALiBi on the GPU, forward and backward, alone and combined with each other and with masks."""
+"""Softcap, sinks, ALiBi and chunks on the GPU, forward and backward, alone and combined with each other and masks."""
 
 import itertools
 import math
@@ -177,6 +177,63 @@ def test_slopes_in_any_layout(device):
     slopes = torch.rand(SMALL.heads, 2 * SMALL.batch, generator=torch.Generator().manual_seed(0)).to(device)[:, ::2].mT
     check_both(q, k, v, alibi_slopes=slopes)
     check_both(q, k, v, alibi_slopes=slopes[:1].expand(SMALL.batch, -1), causal=True)
+
+
+# Chunks
+
+
+@pytest.mark.parametrize("dims", [DIMS[0], DIMS[4], DIMS[6], DIMS[7]], ids=str)
+@pytest.mark.parametrize("chunk", [1, 40, 64, 100, 128, 300])
+def test_chunks(chunk, dims, device):
+    """Smaller and larger than tiles, and of whole tiles; with more queries than keys, the first see none."""
+    for seqlen_q, seqlen_k in ((113, 255), (255, 113), (700, 700), (300, 1500)):
+        q, k, v = case_of(*dims, seqlen_q=seqlen_q, seqlen_k=seqlen_k).inputs(device)
+        for mask in ({}, {"causal": True}, {"window_size": (70, 30)}, {"window_size": (50, -1)}):
+            out, lse = check_both(q, k, v, attention_chunk=chunk, **mask)
+            blind = max(seqlen_q - seqlen_k, 0)
+            assert not out[:, :blind].any() and (lse[:, :, :blind] == -math.inf).all()
+
+
+def test_a_chunk_is_attention_of_its_own(device):
+    q, k, v = replace(SMALL, seqlen_q=512, seqlen_k=512).inputs(device)
+    out, lse = run(q, k, v, causal=True, attention_chunk=128)
+    for first in range(0, 512, 128):
+        part = slice(first, first + 128)
+        compare(out[:, part], lse[:, :, part], q[:, part], k[:, part], v[:, part], causal=True)
+
+
+def test_chunks_longer_than_the_keys(device):
+    """They hide keys only from queries in front of all keys."""
+    q, k, v = replace(SMALL, seqlen_q=255, seqlen_k=113).inputs(device)
+    for chunk in (113, 2**31, 2**62):
+        check_both(q, k, v, attention_chunk=chunk, window_size=(-1, 200))
+
+
+@pytest.mark.parametrize("name", HOOKS[:3])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_chunks_with_hooks(head_dim, name, device):
+    case = case_of(head_dim, head_dim, "bfloat16", seqlen_q=255, seqlen_k=600)
+    for mask in MASKS[:2]:
+        check_both(*case.inputs(device), attention_chunk=90, **hook(name, case, device), **mask)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_deterministic_gradients_in_chunks(head_dim, device):
+    q, k, v = case_of(head_dim, head_dim, "bfloat16", seqlen_q=700, seqlen_k=900).inputs(device)
+    given = {"dout": arriving(q, v)[0], "attention_chunk": 200}
+    first = check_gradients.run(q, k, v, **given, deterministic=True)
+    check_gradients.compare(first, q, k, v, **given)
+    assert all(map(torch.equal, first, check_gradients.run(q, k, v, **given, deterministic=True)))
+
+
+def test_nan_in_keys_of_other_chunks_stays_there(device):
+    q, k, v = replace(SMALL, seqlen_q=512, seqlen_k=512).inputs(device)
+    k[:, 128:256], v[:, 256:384] = math.nan, math.nan
+    for mask in MASKS[:2]:
+        out, lse = run(q, k, v, attention_chunk=128, **mask)
+        for first in (0, 384):
+            part = slice(first, first + 128)
+            assert out[:, part].isfinite().all() and lse[:, :, part].isfinite().all()
 
 
 # All
