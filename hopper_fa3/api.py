@@ -92,7 +92,7 @@ def flash_attn_func(
     softmax_scale: factor of the scores, ``head_dim ** -0.5`` by default; may be 0 or negative.
     causal: the last query sees all keys, each earlier one sees one key less.
     window_size, attention_chunk, softcap, sink, alibi_slopes: which keys a query sees and what the scores are: see the
-        top of hopper_fa3/api.py. Beyond an open left side, on the CPU only.
+        top of hopper_fa3/api.py.
     sm_margin: number of SMs that the kernels leave free; the short ones before and behind the gradients' main kernel do
         not. deterministic: gradients are bit-equal from run to run (the forward always is).
     return_attn_probs: return ``(out, lse)``; no probabilities, as in FlashAttention-3.

@@ -112,7 +112,7 @@ class PackedProblem:
 
     @property
     def kernel_bounds(self):
-        """``(right, left, chunk)`` as the kernels take them at run time; without a right bound one that hides nothing."""
+        """``(right, left, chunk)`` as kernels take them at run time; without a right bound one that hides nothing."""
         return self.total_q - 1 if self.right is None else self.right, self.left, None
 
     @property

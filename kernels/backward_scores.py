@@ -97,9 +97,9 @@ def exponentiate(
     dtype: cutlass.Constexpr = None,
 ):
     """Pᵀ = exp2(Sᵀ scale - LSE), in place. ``lse``: of own_statistics, in base 2. ``limits``: of query_limits, on the
-    right side of the band; ``width``: how many queries further the left one is, None where ``limits`` say it. ``bias``: of bias_of. ``factors``: with
-    softcap, takes in 16 bit what dP - delta is multiplied with. ``polynomials``: of 4 columns, for so many a polynomial
-    good enough for ``dtype``, where nothing is masked.
+    right side of the band; ``width``: how many queries further the left one is, None where ``limits`` say it. ``bias``:
+    of bias_of. ``factors``: with softcap, takes in 16 bit what dP - delta is multiplied with. ``polynomials``: of 4
+    columns, for so many a polynomial good enough for ``dtype``, where nothing is masked.
     """
     scores = rows_and_columns(accumulator)
     columns = cute.size(scores, mode=[1])

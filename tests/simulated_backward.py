@@ -257,6 +257,9 @@ class Replacements:
             lse, delta = (np.array([getattr(each, name) for each in found]) for name in ("lse", "delta"))
             limits = np.array([np.reshape(each.keys.limits, 1) for each in found])
             keys = found[0].keys
+            if hasattr(keys, "firsts"):  # in chunks
+                firsts = np.array([np.reshape(each.keys.firsts, 1) for each in found])
+                return type(found[0])([lse], [delta], type(keys)([firsts], [limits]))
             keys = keys._replace(limits=[limits] if keys.end is None else limits)
             return type(found[0])([lse], [delta], keys)
 

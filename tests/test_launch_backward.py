@@ -17,8 +17,8 @@ NAMES = (
     "whole_tiles", "tile_parts", "ctas", "query_section", "query_ctas", "fills_idle_sms",
 )  # fmt: skip
 FORWARD = (
-    "q", "k", "v", "out", "lse", "sink", "slopes", "counter", "scale_log2", "cap_factor", "right", "left", "chunk", "section",
-    "ctas", "fills_idle_sms",
+    "q", "k", "v", "out", "lse", "sink", "slopes", "counter", "scale_log2", "cap_factor", "right", "left", "chunk",
+    "section", "ctas", "fills_idle_sms",
 )  # fmt: skip
 
 
