@@ -18,8 +18,8 @@ the key on query i's diagonal (masks align to the bottom right), in this order::
                     q's dtype                  and the LSE, log(sum exp(score) + exp(sink)); -inf is none
 
 Any of them combine. All have a gradient that counts them in; the sink gets one of its own, the slopes none. The time is
-that of the blocks that some query sees; blocks that only a hook hides are computed. On CUDA, softcap, slopes, sink,
-hooks, and a chunk that hides a key are not built yet.
+that of the blocks that some query sees; blocks that only a hook hides are computed. On CUDA softcap is at most 1024,
+and hooks are not built yet; for packed sequences none of them but windows is.
 """
 
 import torch
@@ -33,12 +33,20 @@ MEMO_ENTRIES = 4096  # one or two KiB each: bounds what a program with endlessly
 _recipes = {}  # signature of a CUDA call -> Recipe or PackedRecipe: a call seen before skips validation and planning
 
 
-def _recall(q, k, v, out, options):
+def _traits(tensor):
+    """What a recipe depends on of a tensor whose address it does not."""
+    if tensor is None:
+        return None
+    wanted = tensor.requires_grad and torch.is_grad_enabled()
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() == 0, wanted
+
+
+def _recall(q, k, v, out, hook, options):
     """``(signature, recipe)``: all that a CUDA call's recipe depends on, and the recipe of an equal call before it.
 
     Both None where there is no signature (CPU tensors, forward mode, what has no memory); then Problem says what is
-    wrong, if anything. Built from raw attributes because host time counts: validating anew costs several times the
-    launch.
+    wrong, if anything. ``hook``: sink and slopes. Built from raw attributes because host time counts: validating anew
+    costs several times the launch.
     """
     try:
         if not q.is_cuda or forward_ad._current_level >= 0:  # tangents are no part of a signature
@@ -54,7 +62,7 @@ def _recall(q, k, v, out, options):
             and (out.shape, out.stride(), out.dtype, out.device, addresses[3] % launch.TMA_ALIGNMENT),
             torch.is_grad_enabled()
             and (q.requires_grad or k.requires_grad or v.requires_grad or (out is not None and out.requires_grad)),
-            options,
+            _traits(hook[0]), _traits(hook[1]), options,
         )  # fmt: skip
         return signature, _recipes.get(signature)
     except (AttributeError, TypeError, RuntimeError):  # no tensors, no plain values, tensors without memory
@@ -105,7 +113,7 @@ def flash_attn_func(
     softmax_scale: factor of the scores, ``head_dim ** -0.5`` by default; may be 0 or negative.
     causal: the last query sees all keys, each earlier one sees one key less.
     window_size, attention_chunk, softcap, sink, alibi_slopes, score, mask: which keys a query sees and what the scores
-        are: see the top of hopper_fa3/api.py. On CUDA all but the first are not built yet.
+        are: see the top of hopper_fa3/api.py.
     sm_margin: number of SMs that the kernels leave free; the short ones before and behind the gradients' main kernel do
         not. deterministic: gradients are bit-equal from run to run (the forward always is).
     return_attn_probs: return ``(out, lse)``; no probabilities, as in FlashAttention-3.
@@ -123,9 +131,9 @@ def flash_attn_func(
     """
     options = (
         softmax_scale, causal, qv, q_descale, k_descale, v_descale, window_size, attention_chunk, softcap, num_splits,
-        pack_gqa, deterministic, sm_margin, sink, alibi_slopes, score, mask, block_mask, plan,
+        pack_gqa, deterministic, sm_margin, score, mask, block_mask, plan,
     )  # fmt: skip
-    signature, recipe = _recall(q, k, v, out, options)
+    signature, recipe = _recall(q, k, v, out, (sink, alibi_slopes), options)
     if recipe is None:
         problem = Problem.from_tensors(
             q, k, v, softmax_scale=softmax_scale, causal=causal, qv=qv, q_descale=q_descale, k_descale=k_descale,
@@ -136,12 +144,14 @@ def flash_attn_func(
         if problem.device.type == "cpu":
             out, lse = reference.blockwise(problem, q, k, v, sink=sink, alibi_slopes=alibi_slopes, out=out)
             return (out, lse) if return_attn_probs else out
-        recipe = launch.prepare(problem, q, k, v, out=out, plan=plan, sm_margin=sm_margin, deterministic=deterministic)
+        how = {"plan": plan, "sm_margin": sm_margin, "deterministic": deterministic}
+        recipe = launch.prepare(problem, q, k, v, sink=sink, out=out, **how)
         _remember(signature, recipe)
     if recipe.gradients is not None:
-        out, lse = ops.Attention.apply(q, k, v, recipe)
+        out, lse = ops.Attention.apply(q, k, v, sink, alibi_slopes, recipe)
     else:
-        out, lse = launch.execute(recipe, q, k, v, out, want_lse=return_attn_probs)
+        hook = {"sink": sink, "alibi_slopes": alibi_slopes}
+        out, lse = launch.execute(recipe, q, k, v, out, **hook, want_lse=return_attn_probs)
     return (out, lse) if return_attn_probs else out
 
 
@@ -178,10 +188,10 @@ def flash_attn_varlen_func(
     lengths = reference_packed.Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
     options = (
         softmax_scale, causal, qv, q_descale, k_descale, v_descale, window_size, attention_chunk, softcap, num_splits,
-        pack_gqa, deterministic, sm_margin, sink, alibi_slopes, score, mask, block_mask, page_table, plan,
+        pack_gqa, deterministic, sm_margin, score, mask, block_mask, page_table, plan,
         _lengths_recalled(lengths, (max_seqlen_q, max_seqlen_k)),
     )  # fmt: skip
-    signature, recipe = (None, None) if options[-1] is None else _recall(q, k, v, out, options)
+    signature, recipe = (None, None) if options[-1] is None else _recall(q, k, v, out, (sink, alibi_slopes), options)
     if recipe is None:
         problem = PackedProblem.from_tensors(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k,

@@ -121,8 +121,9 @@ def _arguments(static, config):
     v = _tensor(dtype, batch, seqlen_k, heads_k, head_dim_v)
     out = _tensor(dtype, batch, seqlen_q, heads, head_dim_v)
     lse = _tensor(cutlass.Float32, batch, heads, seqlen_q, divisibility=1, align=4)
-    scalars = (cutlass.Float32(1.0), *_bounds(static), *(cutlass.Int32(1) for _ in range(3)))
-    return q, k, v, out, lse, _counter() if config.dynamic else None, *scalars, _stream()
+    sink, slopes = _per_head(static.sink, heads), _per_head(static.alibi, batch, heads)
+    scalars = (*_scales(static, 1), *_bounds(static), *(cutlass.Int32(1) for _ in range(3)))
+    return q, k, v, out, lse, sink, slopes, _counter() if config.dynamic else None, *scalars, _stream()
 
 
 def _packed_arguments(static):
@@ -164,6 +165,7 @@ def _backward_arguments(static, config):
     out, do = (_tensor(dtype, batch, seqlen_q, heads, head_dim_v) for _ in range(2))
     lse = _tensor(wide, batch, heads, seqlen_q, divisibility=1, align=4)
     dlse = _tensor(wide, batch, heads, seqlen_q, divisibility=1, align=4) if static.lse_gradient else None
+    slopes = _per_head(static.alibi, batch, heads)
     rows = _tensor(wide, batch, heads, blocks, config.row_floats)
     sums = _tensor(wide, batch, heads, blocks, config.tile_m * config.head_dim) if config.sums else None
     pieces = config.consumer_warpgroups
@@ -176,8 +178,21 @@ def _backward_arguments(static, config):
         widths = (config.tile_n * dim for dim in (config.head_dim, config.head_dim_v))
         parts = (_tensor(wide, *places, width) for width in widths)
     turns = _tensor(cutlass.Int32, batch, heads, blocks, pieces, divisibility=1, align=4) if config.turns else None
-    scalars = (wide(1.0), wide(1.0), *_bounds(static), *(cutlass.Int32(1) for _ in range(8)))
-    return q, k, v, out, lse, do, dlse, dq, dk, dv, rows, sums, turns, *parts, _counter(), *scalars, _stream()
+    scalars = (*_scales(static, 2), *_bounds(static), *(cutlass.Int32(1) for _ in range(8)))
+    return q, k, v, out, lse, do, dlse, slopes, dq, dk, dv, rows, sums, turns, *parts, _counter(), *scalars, _stream()
+
+
+def _per_head(present, *shape):
+    """A fake tensor of a float32 a head, of any strides, or None."""
+    if not present:
+        return None
+    strides = tuple(cute.sym_int64() for _ in shape)
+    return cute.runtime.make_fake_tensor(cutlass.Float32, shape, strides, assumed_align=4)
+
+
+def _scales(static, count):
+    """``count`` scales, and the factor of softcap."""
+    return *(cutlass.Float32(1.0) for _ in range(count)), cutlass.Float32(1.0) if static.softcap else None
 
 
 def _packed_backward_arguments(static, config):
@@ -201,8 +216,8 @@ def _packed_backward_arguments(static, config):
 
 
 def _bounds(static):
-    """``(right, left)`` of the band."""
-    return cutlass.Int32(1), cutlass.Int32(1) if static.left_bound else None
+    """``(right, left, chunk)`` of the band."""
+    return cutlass.Int32(1), *(cutlass.Int32(1) if present else None for present in (static.left_bound, static.chunked))
 
 
 def _counter():

@@ -14,6 +14,8 @@ TMA_ALIGNMENT = 16  # bytes: base address and strides of what TMA reads and writ
 # Elements. A dimension of size 1 may carry any stride, but a descriptor holds only 40 bits of one, and V's shifted base
 # (kv_source.py) must stay an address. Longer strides of other dimensions are those of real memory.
 FARTHEST_ALONE = 2**31
+# Beyond, a factor is inf in float32, and NaN times a product of 0
+LARGEST_FACTOR = 2.0**126
 UNREAD_ROWS = 2**18  # 1 MiB a device
 
 _unread = {}  # device -> memory for LSEs that nobody reads
@@ -36,7 +38,7 @@ class Recipe(NamedTuple):
 
     function: object  # None: there is no work
     dynamic: bool  # the kernel takes its tiles from a counter
-    scalars: tuple  # scale_log2, right, left, section, ctas, fills_idle_sms
+    scalars: tuple  # scale_log2, cap_factor, right, left, section, ctas, fills_idle_sms
     out: torch.Tensor  # one element expanded to the result's shape: empty_like takes half the host time of empty
     lse: torch.Tensor
     unread_lse: torch.Tensor | None  # where the LSE goes that nobody asked for; None: allocate it
@@ -44,12 +46,13 @@ class Recipe(NamedTuple):
     gradients: GradientRecipe | None  # where autograd records the call
 
 
-def prepare(problem, q, k, v, *, out=None, plan=None, sm_margin=0, deterministic=False):
+def prepare(problem, q, k, v, *, sink=None, out=None, plan=None, sm_margin=0, deterministic=False):
     """The recipe for calls like this one, of a validated CUDA problem; compiles the kernel where it is new.
 
     ``deterministic``: of the gradients.
     """
-    recorded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (q, k, v))
+    inputs = (q, k, v) if sink is None else (q, k, v, sink)
+    recorded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
     function, dynamic, scalars = None, False, ()
     if problem.batch and problem.heads and problem.seqlen_q and problem.seqlen_k:
         from .compile import compiled  # imports the DSL (seconds): only where a kernel is launched
@@ -59,7 +62,7 @@ def prepare(problem, q, k, v, *, out=None, plan=None, sm_margin=0, deterministic
         function, dynamic = compiled(static, plan), planning.forward_config(static, plan).dynamic
         ctas = min(planning.tiles(problem, plan), multiprocessors(problem.device) - sm_margin)
         section = planning.heads_per_section(problem)
-        scalars = (scale_log2(problem.softmax_scale), *problem.kernel_bounds, section, ctas, int(sm_margin == 0))
+        scalars = (*scales(problem), *problem.kernel_bounds, section, ctas, int(sm_margin == 0))
     # Not q.new_empty: where q is of a subclass, results of all later calls would be
     one_of_out, one_of_lse = (torch.empty(1, dtype=dtype, device=q.device) for dtype in (q.dtype, torch.float32))
     lse_shape = (problem.batch, problem.heads, problem.seqlen_q)
@@ -75,7 +78,7 @@ def prepare(problem, q, k, v, *, out=None, plan=None, sm_margin=0, deterministic
     )
 
 
-def execute(recipe, q, k, v, out=None, *, want_lse=True):
+def execute(recipe, q, k, v, out=None, *, sink=None, alibi_slopes=None, want_lse=True):
     """Launch on torch's current stream of q's device; ``(out, lse)``. Writes to ``out`` where it is given.
 
     Without ``want_lse`` the second result must not be used.
@@ -86,14 +89,15 @@ def execute(recipe, q, k, v, out=None, *, want_lse=True):
     if recipe.function is None:  # no query: nothing to write; no key: every row sees none
         out.zero_()
         if want_lse:  # memory for unread LSEs may be an inference tensor, which PyTorch would refuse to fill
-            lse.fill_(-math.inf)
+            lse.copy_(sink[:, None]) if sink is not None else lse.fill_(-math.inf)
         return out, lse
+    hook = hook_tensors(recipe.out, sink, alibi_slopes)
     counter = tile_counter(q.device) if recipe.dynamic else None
     if recipe.fits:
-        recipe.function(q, k, v, out, lse, counter, *recipe.scalars)
+        recipe.function(q, k, v, out, lse, *hook, counter, *recipe.scalars)
     else:
         target = writable(out)
-        recipe.function(readable(q), readable(k), readable(v), target, lse, counter, *recipe.scalars)
+        recipe.function(readable(q), readable(k), readable(v), target, lse, *hook, counter, *recipe.scalars)
         if target.data_ptr() != out.data_ptr():
             out.copy_(target)
     return out, lse
@@ -128,6 +132,22 @@ def tile_counter(device):
     if counter is None:
         counter = _counters[key] = torch.zeros(2, dtype=torch.int32, device=device)
     return counter
+
+
+def hook_tensors(out, sink, alibi_slopes):
+    """``(sink, slopes)`` as kernels take them: float32 ``(heads,)`` and ``(batch, heads)``, any strides; or None."""
+    sink = None if sink is None else sink.float()
+    slopes = None if alibi_slopes is None else alibi_slopes.expand(out.shape[0], out.shape[2])
+    return sink, slopes
+
+
+def scales(problem):
+    """``(scale_log2, cap_factor)`` of the kernels: kernels/score.py."""
+    if not problem.softcap:
+        return scale_log2(problem.softmax_scale), None
+    factor = 2 * math.log2(math.e) * problem.softmax_scale / problem.softcap
+    factor = min(max(factor, -LARGEST_FACTOR), LARGEST_FACTOR)
+    return -2 * math.log2(math.e) * problem.softcap, factor
 
 
 def scale_log2(softmax_scale):

@@ -1,12 +1,14 @@
 """Allocates gradients and workspace and launches the kernels of the backward. It validates nothing."""
 
+import math
 from typing import NamedTuple
 
 import torch
 
 from . import plan as planning
+from . import reference_backward
 from .kernels.query_config import QueryConfig
-from .launch import readable, scale_log2, tile_counter
+from .launch import hook_tensors, readable, scales, tile_counter
 from .problem import multiprocessors
 
 
@@ -18,28 +20,41 @@ class Launch(NamedTuple):
     scalars: tuple
 
 
-def execute(recipe, q, k, v, out, lse, dout, dlse):
-    """``(dq, dk, dv)`` of a CUDA problem, on torch's current stream of q's device.
+def execute(recipe, q, k, v, out, lse, dout, dlse, *, sink=None, alibi_slopes=None):
+    """``(dq, dk, dv, dsink)`` of a CUDA problem, on torch's current stream of q's device; dsink None without ``sink``.
 
     ``recipe``: a launch.GradientRecipe. dout like out, or None: zeros; dlse (batch, heads, seqlen_q) float32 or None.
     """
     problem = recipe.problem
     dq, dk, dv = (torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in (q, k, v))
     if not (problem.batch and problem.heads and problem.seqlen_q and problem.seqlen_k):
-        return dq.zero_(), dk.zero_(), dv.zero_()
+        dsink = None if sink is None else reference_backward.sink_gradient(sink, out, lse, dout, dlse)
+        return dq.zero_(), dk.zero_(), dv.zero_(), dsink
     launch = recipe.launches.get(dlse is not None)
     if launch is None:
         launch = recipe.launches[dlse is not None] = prepare(recipe, dlse is not None)
     dout = torch.zeros_like(out) if dout is None else dout
     # A hook on saved tensors may have changed the LSE's strides
     lse, dlse = (x if x is None or x.stride(-1) == 1 else x.contiguous() for x in (lse, dlse))
-    workspace = (
+    rows, *others = (
         None if each is None else torch.empty(each[0], dtype=each[1], device=q.device) for each in launch.workspace
     )
     tensors = (readable(tensor) for tensor in (q, k, v, out))
+    _, slopes = hook_tensors(out, None, alibi_slopes)
     counter = tile_counter(q.device)
-    launch.function(*tensors, lse, readable(dout), dlse, dq, dk, dv, *workspace, counter, *launch.scalars)
-    return dq, dk, dv
+    launch.function(*tensors, lse, readable(dout), dlse, slopes, dq, dk, dv, rows, *others, counter, *launch.scalars)
+    return dq, dk, dv, None if sink is None else sink_gradient(sink, rows, problem)
+
+
+def sink_gradient(sink, rows, problem):
+    """``-sum over batch and queries of exp(sink - LSE) * delta`` in the sink's dtype, from the row statistics that the
+    kernels leave: see reference_backward.sink_gradient.
+    """
+    lse, delta = rows.unflatten(-1, (2, -1)).unbind(-2)
+    # Of scores in base 2, which with softcap lack a constant: kernels/score.py
+    logits = (sink.float() - problem.softcap) * math.log2(math.e)
+    weights = torch.exp2(logits[:, None, None] - lse)
+    return (weights * delta).masked_fill_(weights == 0, 0).sum((0, 2, 3)).neg_().to(sink.dtype)
 
 
 def prepare(recipe, lse_gradient):
@@ -61,9 +76,11 @@ def prepare(recipe, lse_gradient):
     tiles = planning.key_tiles(problem, config) * parts
     tail = tail or planning.Tail(tiles, 1)
     query_tiles = problem.batch * problem.heads * -(-problem.seqlen_q // QueryConfig.tile_m)
+    base_2, cap_factor = scales(problem)
     scalars = (
-        scale_log2(problem.softmax_scale),
+        base_2,
         problem.softmax_scale,
+        cap_factor,
         *problem.kernel_bounds,
         planning.backward_heads_per_section(problem, config, parts, sms) * parts,
         problem.heads_k * parts,

@@ -52,7 +52,7 @@ def prepare(problem, q, k, v, *, out=None, plan=None, sm_margin=0, deterministic
         lines = table_lines(problem.total_q, plan.tile_m, problem.batch, problem.has_seqused_q)
         table = one_of_table.expand(lines, ENTRY_WORDS)
         section, ctas = planning.packed_section(problem, plan.tile_m, sms), min(lines * problem.heads, sms)
-        scalars = (scale_log2(problem.softmax_scale), *problem.kernel_bounds, section, ctas, int(sm_margin == 0))
+        scalars = (scale_log2(problem.softmax_scale), *problem.kernel_bounds[:2], section, ctas, int(sm_margin == 0))
     lse_shape = (problem.heads, problem.total_q)
     return PackedRecipe(
         function,
@@ -138,7 +138,7 @@ def prepare_backward(recipe, lse_gradient):
     scalars = (
         scale_log2(problem.softmax_scale),
         problem.softmax_scale,
-        *problem.kernel_bounds,
+        *problem.kernel_bounds[:2],
         planning.packed_backward_section(problem, config, sms),
         min(key_tiles * problem.heads_k, sms),
         planning.packed_section(problem, QueryConfig.tile_m, sms),

@@ -6,12 +6,12 @@ from . import launch, launch_backward, launch_packed
 
 
 class Attention(torch.autograd.Function):
-    """One forward launch; keeps q, k, v, out and the LSE, from which the gradients recompute the rest."""
+    """One forward launch; keeps its inputs, out and the LSE, from which the gradients recompute the rest."""
 
     @staticmethod
-    def forward(ctx, q, k, v, recipe):
-        out, lse = launch.execute(recipe, q, k, v)
-        ctx.save_for_backward(q, k, v, out, lse)
+    def forward(ctx, q, k, v, sink, alibi_slopes, recipe):
+        out, lse = launch.execute(recipe, q, k, v, sink=sink, alibi_slopes=alibi_slopes)
+        ctx.save_for_backward(q, k, v, out, lse, sink, alibi_slopes)
         ctx.recipe = recipe.gradients
         ctx.set_materialize_grads(False)  # a result that no loss used arrives as None and costs nothing
         return out, lse
@@ -19,10 +19,10 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dout, dlse):
         if dout is None and dlse is None:
-            return None, None, None, None
-        gradients = AttentionGradients.apply(ctx.recipe, *ctx.saved_tensors, dout, dlse)
-        wanted = zip(gradients, ctx.needs_input_grad[:3], strict=True)
-        return *(gradient if needed else None for gradient, needed in wanted), None
+            return (None,) * 6
+        wanted = ctx.needs_input_grad[:4]
+        gradients = AttentionGradients.apply(ctx.recipe, wanted[3], *ctx.saved_tensors, dout, dlse)
+        return *(gradient if needed else None for gradient, needed in zip(gradients, wanted, strict=True)), None, None
 
 
 class PackedAttention(torch.autograd.Function):
@@ -54,8 +54,9 @@ class AttentionGradients(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, recipe, q, k, v, out, lse, dout, dlse):
-        return launch_backward.execute(recipe, q, k, v, out, lse, dout, dlse)
+    def forward(ctx, recipe, want_sink, q, k, v, out, lse, sink, alibi_slopes, dout, dlse):
+        hook = {"sink": sink if want_sink else None, "alibi_slopes": alibi_slopes}
+        return launch_backward.execute(recipe, q, k, v, out, lse, dout, dlse, **hook)
 
     @staticmethod
     def backward(ctx, *gradients):

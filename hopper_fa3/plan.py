@@ -56,12 +56,21 @@ TABLE = {
     (256, 256, True): Plan(128, 80, pingpong=False),
 }
 
+# Instead with softcap, whose four elements under way take registers: not measured yet
+SOFTCAP_TABLE = {
+    (64, 64): Plan(192, 112),  # with 128 keys 41 instructions spill
+    (96, 96): Plan(192, 96),
+    (128, 128): Plan(128, 128),  # 192 x 112 with P shared spills 10, with 128 keys 58
+}
+
 
 def choose(static):
     """The plan for a problem's static part: a row of the table, or for unusual pairs of head dims the largest K/V
     block that fits. With a left bound the row of a causal mask: its kernels hold the second mask without a spill.
     """
     row = TABLE.get((static.head_dim, static.head_dim_v, static.right_bound))
+    if static.softcap:
+        row = SOFTCAP_TABLE.get((static.head_dim, static.head_dim_v), row)
     return row if row is not None else largest_block(static)
 
 
@@ -86,6 +95,10 @@ def forward_config(static, plan):
         left_bound=static.left_bound,
         negative_scale=static.negative_scale,
         packed=static.packed is not None,
+        softcap=static.softcap,
+        sink=static.sink,
+        alibi=static.alibi,
+        chunked=static.chunked,
         **plan._asdict(),
     )
 
@@ -169,6 +182,8 @@ BACKWARD_PLAN = BackwardPlan(64)  # of all others
 
 def choose_backward(static):
     """The plan for a BackwardStatic."""
+    if static.softcap:  # its derivative takes as many registers as P: 475 spilled with 128 queries at head_dim 64
+        return BACKWARD_PLAN
     return BACKWARD_TABLE.get((static.head_dim, static.head_dim_v, static.right_bound), BACKWARD_PLAN)
 
 
@@ -182,6 +197,9 @@ def backward_config(static, plan):
         left_bound=static.left_bound,
         deterministic=static.deterministic,
         packed=static.packed is not None,
+        softcap=static.softcap,
+        alibi=static.alibi,
+        chunked=static.chunked,
         **plan._asdict(),
     )
 
@@ -213,14 +231,16 @@ def tile_steps(problem, config):
     """Steps of each K/V tile of a head, for one query head: the blocks of queries that see any of its keys."""
     if not problem.bounded:
         return [-(-problem.seqlen_q // config.tile_m)] * tiles_of_head(problem, config)
-    right, left = problem.kernel_bounds
+    right, left, chunk = problem.kernel_bounds
     shift = problem.seqlen_k - problem.seqlen_q
 
     def steps(key):
-        end = problem.seqlen_q
-        if left is not None:
-            end = max(min(min(key + config.tile_n, problem.seqlen_k) - shift + left, end), 0)
-        return max(-(-end // config.tile_m) - max(key - shift - right, 0) // config.tile_m, 0)
+        last = min(key + config.tile_n, problem.seqlen_k) - 1
+        first, end = key - right, problem.seqlen_k if left is None else last + left + 1
+        if chunk:
+            first, end = max(first, key // chunk * chunk), min(end, (last // chunk + 1) * chunk)
+        end = max(min(end - shift, problem.seqlen_q), 0)
+        return max(-(-end // config.tile_m) - max(first - shift, 0) // config.tile_m, 0)
 
     return [steps(key) for key in range(0, problem.seqlen_k, config.tile_n)]
 
@@ -245,7 +265,7 @@ def head_parts(problem, config, sms):
         if not problem.bounded or tiles * parts <= sms:
             return waves
         mean = (all_steps + tiles * parts * added) / sms
-        if problem.left is not None:
+        if problem.windowed:
             return min(waves, mean + longest / 2)
         return max(longest, mean + longest / 2 if config.descending else mean)
 

@@ -27,6 +27,8 @@ TILE_ROWS = 64  # queries of the smallest tile that a kernel may use
 TOO_MANY_TILES = 2**31 - 2**12
 ANY_COUNT = range(2**63)
 NOT_BUILT = NotImplementedError
+LARGEST_SOFTCAP = 1024.0
+LARGEST_CHUNK = 2**30  # longer than any sequence on CUDA: the kernels add in 32 bits
 # Of q, k and v: dimensions of one name have one size.
 LAYOUTS = (
     ("batch", "seqlen_q", "heads", "head_dim"),
@@ -84,14 +86,11 @@ ILLEGAL = (
     Illegal("remaining_sms", ANY_COUNT[1:], ON_CUDA, ValueError, "the device's SMs minus sm_margin must be at least 1"),
     Illegal("num_splits", (0, 1), (), NOT_BUILT, "num_splits must be 0 or 1 (splitting is not built yet)"),
     Illegal("pack_gqa", (None, False), (), NOT_BUILT, "pack_gqa must be None or False (packing is not built yet)"),
-    Illegal(
-        "attention_chunk", (0,), DENSE_ON_CUDA, NOT_BUILT,
-        "attention_chunk must be 0 on CUDA where it hides a key (not built yet)",
-    ),
-    Illegal("softcap", (0.0,), DENSE_ON_CUDA, NOT_BUILT, "softcap must be 0.0 on CUDA (not built yet)"),
+    # The kernel's scores are off by a float32's last bit of the cap (kernels/score.py).
+    Illegal("large_softcap", (None,), ON_CUDA, ValueError, "softcap must be at most 1024 on CUDA"),
     *(
         Illegal(name, (None,), DENSE_ON_CUDA, NOT_BUILT, f"{name} must be None on CUDA (not built yet)")
-        for name in ("sink", "alibi_slopes", "score", "mask")
+        for name in ("score", "mask")
     ),
     *(
         Illegal(
@@ -136,8 +135,12 @@ class Static(NamedTuple):
     head_dim_v: int  # tile class
     right_bound: bool  # a right bound is present; its value is a run-time argument (causal: 0)
     left_bound: bool  # likewise; only together with a right one
-    negative_scale: bool
+    negative_scale: bool  # not with softcap, where the sign is in a run-time argument
     packed: Packed | None = None
+    softcap: bool = False
+    sink: bool = False
+    alibi: str | None = None  # "linear" where no query sees a key behind its diagonal, else "distance"
+    chunked: bool = False  # only with both bounds
 
 
 class BackwardStatic(NamedTuple):
@@ -151,6 +154,9 @@ class BackwardStatic(NamedTuple):
     deterministic: bool
     left_bound: bool = False
     packed: Packed | None = None
+    softcap: bool = False
+    alibi: str | None = None
+    chunked: bool = False
 
 
 @dataclass(frozen=True)
@@ -202,12 +208,13 @@ class Problem:
             "packed": False, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k,
             "tiles": batch * heads * -(-seqlen_q // TILE_ROWS),
             "num_splits": num_splits, "pack_gqa": pack_gqa, "attention_chunk": chunk,
-            "softcap": softcap, "qv": qv, "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale,
+            "softcap": softcap, "large_softcap": softcap if softcap > LARGEST_SOFTCAP else None,
+            "qv": qv, "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale,
             "sink": sink, "alibi_slopes": alibi_slopes, "score": score, "mask": mask, "block_mask": block_mask,
             "out": out,
         }  # fmt: skip
         refuse_illegal(facts)
-        check_memory(q, k=k, v=v, out=out)
+        check_memory(q, k=k, v=v, sink=sink, alibi_slopes=alibi_slopes, out=out)
         scale = head_dim**-0.5 if softmax_scale is None else checked_scale(softmax_scale)
         problem = cls(
             q.device, q.dtype, batch, seqlen_q, seqlen_k, heads, heads_k, head_dim, head_dim_v, scale, left, right,
@@ -230,12 +237,22 @@ class Problem:
     @property
     def bounded(self):
         """True where some query sees less than all keys."""
-        return self.left is not None or self.right is not None
+        return self.windowed or self.right is not None
+
+    @property
+    def windowed(self):
+        """True where keys in front of others may be hidden: kernels have a left bound."""
+        return self.left is not None or self.attention_chunk > 0
 
     @property
     def kernel_bounds(self):
-        """``(right, left)`` as the kernels take them at run time; without a right bound one that hides nothing."""
-        return self.seqlen_q - 1 if self.right is None else self.right, self.left
+        """``(right, left, chunk)`` as the kernels take them at run time: bounds that hide nothing where others need
+        them, None where there is none.
+        """
+        right = self.seqlen_q - 1 if self.right is None else self.right
+        if not self.attention_chunk:
+            return right, self.left, None
+        return right, self.seqlen_k if self.left is None else self.left, min(self.attention_chunk, LARGEST_CHUNK)
 
     @property
     def static(self):
@@ -256,8 +273,12 @@ def static_of(problem):
         # A left bound comes with a right one, which may hide nothing: a third of the kernels less, and a window that is
         # open on the right is rare
         right_bound=problem.bounded,
-        left_bound=problem.left is not None,
-        negative_scale=problem.softmax_scale < 0,
+        left_bound=problem.windowed,
+        negative_scale=problem.softmax_scale < 0 and not problem.softcap,
+        softcap=problem.softcap > 0,
+        sink=problem.has_sink,
+        alibi=("linear" if problem.right == 0 else "distance") if problem.has_alibi else None,
+        chunked=problem.attention_chunk > 0,
     )
 
 
@@ -266,7 +287,7 @@ def backward_static_of(problem, lse_gradient, deterministic):
     static = static_of(problem)
     return BackwardStatic(
         static.dtype, static.head_dim, static.head_dim_v, static.right_bound, lse_gradient, deterministic,
-        static.left_bound,
+        static.left_bound, softcap=static.softcap, alibi=static.alibi, chunked=static.chunked,
     )  # fmt: skip
 
 

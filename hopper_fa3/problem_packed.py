@@ -65,6 +65,9 @@ class PackedProblem:
     score: ScoreHook | None = None
     mask: MaskHook | None = None
 
+    # As in Problem; not built yet
+    attention_chunk, softcap, has_sink, has_alibi = 0, 0.0, False, False
+
     @classmethod
     def from_tensors(
         cls, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q=None, seqused_k=None, *,
@@ -128,9 +131,14 @@ class PackedProblem:
         return self.left is not None or self.right is not None
 
     @property
+    def windowed(self):
+        """True where keys in front of others may be hidden."""
+        return self.left is not None
+
+    @property
     def kernel_bounds(self):
-        """``(right, left)`` as the kernels take them at run time; without a right bound one that hides nothing."""
-        return self.total_q - 1 if self.right is None else self.right, self.left
+        """``(right, left, chunk)`` as kernels take them at run time; without a right bound one that hides nothing."""
+        return self.total_q - 1 if self.right is None else self.right, self.left, None
 
     @property
     def out_shape(self):

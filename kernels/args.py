@@ -27,10 +27,14 @@ class RunTime(NamedTuple):
     """Scalars known at launch only."""
 
     scale_log2: Float32  # softmax scale times log2(e), so that exp2 does the softmax; never 0
-    right: Int32  # right bound of the band; not read where the configuration has none
-    left: Int32 | None  # left bound of the band; None where the configuration has none
+    right: Int32 | tuple  # right bound of the band, as it takes it; not read where the configuration has none
+    left: Int32 | tuple | None  # left bound of the band; None where the configuration has none
     section: Int32  # heads (over the batch) that are scheduled together: schedule.py
     fills_idle_sms: Int32  # may_begin_early
+    # None where the configuration has none:
+    cap_factor: Float32 | None = None  # of products, for score.Softcap; scale_log2 is that of its results then
+    slopes: cute.Tensor | None = None  # (batch, heads)
+    sink: cute.Tensor | None = None  # (heads)
 
 
 class BackwardRunTime(NamedTuple):
@@ -38,14 +42,17 @@ class BackwardRunTime(NamedTuple):
 
     scale_log2: Float32  # softmax scale times log2(e); never 0
     scale: Float32  # softmax scale, a factor of dQ and dK
-    right: Int32  # right bound of the band; not read where the configuration has none
-    left: Int32 | None  # left bound of the band; None where the configuration has none
+    right: Int32 | tuple  # right bound of the band, as it takes it; not read where the configuration has none
+    left: Int32 | tuple | None  # left bound of the band; None where the configuration has none
     section: Int32  # heads (over the batch) that are scheduled together: schedule.py
     head_parts: Int32  # K/V heads times the parts into which each one's query heads are split
     # Where the tail is split: backward_work.py
     whole_tiles: Int32  # the first tiles, which are not cut
     parts: Int32  # of each other tile
     fills_idle_sms: Int32  # may_begin_early
+    # None where the configuration has none:
+    cap_factor: Float32 | None = None  # as in RunTime
+    slopes: cute.Tensor | None = None  # (batch, heads)
 
     @cute.jit
     def heads_of(self, part: Int32, heads: Int32, heads_k: Int32):

@@ -21,7 +21,7 @@ from .backward_steps import EarlySums, LateSums
 from .backward_store import SumStore
 from .backward_wide import WideConsumer
 from .backward_work import WorkSchedule
-from .blocks import Band
+from .chunks import make_band, make_bounds
 from .config import WARP_THREADS, WARPGROUP_THREADS, WARPS_PER_WARPGROUP, BackwardConfig
 from .forward import DTYPES, heads_last
 from .load import SequenceBoxes, WholeBoxes, tma_pipe
@@ -39,7 +39,7 @@ class BackwardKernel:
         config.check()
         self.config = config
         self.dtype = DTYPES[config.dtype]
-        self.band = Band(config.tile_n, config.right_bound, config.left_bound, config.packed)
+        self.band = make_band(config)
         self.schedule = WorkSchedule(
             config.tile_n, True, config.descending, config.turns, config.split_tail, config.tile_m
         )
@@ -51,7 +51,8 @@ class BackwardKernel:
         self.queries = None
         if not config.sums:
             bounds = config.right_bound, config.left_bound, config.packed
-            query_config = QueryConfig(config.dtype, config.head_dim, config.head_dim_v, *bounds)
+            hook = config.softcap, config.alibi, config.chunked
+            query_config = QueryConfig(config.dtype, config.head_dim, config.head_dim_v, *bounds, *hook)
             self.queries = QueryKernel(query_config, self.dtype, config.tile_m)
         self.epilogue = Epilogue(config, self.dtype, self.band)
 
@@ -65,6 +66,7 @@ class BackwardKernel:
         lse: cute.Tensor,
         do: cute.Tensor,
         dlse: cute.Tensor,
+        slopes: cute.Tensor | None,
         dq: cute.Tensor,
         dk: cute.Tensor,
         dv: cute.Tensor,
@@ -76,8 +78,10 @@ class BackwardKernel:
         counter: cute.Tensor,
         scale_log2: Float32,
         scale: Float32,
+        cap_factor: Float32 | None,
         right: Int32,
         left: Int32 | None,
+        chunk: Int32 | None,
         section: Int32,
         head_parts: Int32,
         whole_tiles: Int32,
@@ -89,20 +93,22 @@ class BackwardKernel:
         stream: cuda.CUstream,
     ):
         """q, k, v, out, do, dq, dk, dv: (batch, length, heads, head_dim) in 16 bit, last stride 1. lse, dlse: (batch,
-        heads, seqlen_q) float32. Workspace in float32: rows (batch, heads, blocks, 2 tile_m); where dQ is summed, else
-        None: sums (batch, heads, blocks, tile_m head_dim). dk_parts and dv_parts: where heads are split (batch,
-        heads_k, parts, K/V tiles, tile_n head_dim), where the tail is split (PartWork.slot, tile_n head_dim), else
-        None. In int32: turns (batch, heads, blocks, warpgroups), None where no order of sums is asked for.
-        head_parts, whole_tiles and tile_parts are those of BackwardRunTime, query_section and query_ctas those of
-        query_kernel.py. The short kernels before and behind use all SMs.
+        heads, seqlen_q) float32; slopes (batch, heads) likewise, or None. Workspace in float32: rows (batch, heads,
+        blocks, 2 tile_m); where dQ is summed, else None: sums (batch, heads, blocks, tile_m head_dim). dk_parts and
+        dv_parts: where heads are split (batch, heads_k, parts, K/V tiles, tile_n head_dim), where the tail is split
+        (PartWork.slot, tile_n head_dim), else None. In int32: turns (batch, heads, blocks, warpgroups), None where no
+        order of sums is asked for. head_parts, whole_tiles and tile_parts are those of BackwardRunTime, query_section
+        and query_ctas those of query_kernel.py. The short kernels before and behind use all SMs.
         """
         config = self.config
         edge_ctas = rows.shape[0] * rows.shape[1] * rows.shape[2]
-        self.before(out, do, lse, dlse, rows, sums, turns).launch(
+        cap_scale = scale_log2 if const_expr(config.softcap) else None
+        self.before(out, do, lse, dlse, rows, (sums, turns), cap_scale).launch(
             grid=(edge_ctas, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True
         )
         parts = head_parts, whole_tiles, tile_parts
-        run = BackwardRunTime(scale_log2, scale, right, left, section, *parts, fills_idle_sms)
+        right, left = make_bounds(config, right, left, chunk)
+        run = BackwardRunTime(scale_log2, scale, right, left, section, *parts, fills_idle_sms, cap_factor, slopes)
         results = (heads_last(dk), heads_last(dv))
         direct = (None, None) if const_expr(config.split_heads) else results
         outputs = (direct[0], dk_parts), (direct[1], dv_parts)
@@ -114,7 +120,7 @@ class BackwardKernel:
             grid = (2 * self.tiles_in_parts(dk_parts, results[0], run), 1, 1)
             self.add(parts, run).launch(grid=grid, **behind)
         if const_expr(not config.sums):
-            query_run = RunTime(scale_log2, right, left, query_section, fills_idle_sms)
+            query_run = RunTime(scale_log2, right, left, query_section, fills_idle_sms, cap_factor, slopes)
             matrices = tuple(map(heads_last, (q, do, k, v)))
             self.queries.launch(matrices, rows, heads_last(dq), counter, scale, query_run, query_ctas, stream)
         else:
@@ -159,15 +165,15 @@ class BackwardKernel:
         )
 
     @cute.kernel
-    def before(self, out: cute.Tensor, do: cute.Tensor, lse: cute.Tensor, dlse, rows: cute.Tensor, sums, turns):
+    def before(self, out: cute.Tensor, do: cute.Tensor, lse: cute.Tensor, dlse, rows: cute.Tensor, cleared, cap_scale):
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()
         thread = cute.arch.thread_idx()[0]
         place = tile_of(cute.arch.block_idx()[0], rows.shape[2], rows.shape[1])
-        self.prologue.run(thread, place, out, do, lse, dlse, rows, sums, turns)
+        self.prologue.run(thread, place, out, do, lse, dlse, rows, *cleared, cap_scale)
 
     @cute.kernel
-    def behind(self, sums, dq: cute.Tensor, scale: Float32, seqlen_k: Int32, right: Int32):
+    def behind(self, sums, dq: cute.Tensor, scale: Float32, seqlen_k: Int32, right):
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()
         place = tile_of(cute.arch.block_idx()[0], sums.shape[2], sums.shape[1])

@@ -19,9 +19,11 @@ from .backward_products import (
     transposed,
 )
 from .backward_scores import (
+    OwnKeys,
+    bias_of,
     differentiate,
     exponentiate,
-    first_queries_of,
+    own_keys,
     own_statistics,
     query_limits,
     release_queries,
@@ -36,6 +38,7 @@ from .phases import Phase, begin
 from .products import convert, new_accumulator, new_left_operand
 from .registers import kept, released_by_first_lane, row_between_tiles
 from .schedule import SLOTS, TileQueue
+from .score import ScoreHook
 from .workspace import write_piece
 
 LSE, DELTA = range(2)  # row statistics, in their order
@@ -58,7 +61,8 @@ class Tile(NamedTuple):
     dk: cute.Tensor
     dv: cute.Tensor
     p: cute.Tensor  # Pᵀ of a step in 16 bit, A of dV
-    first_queries: cute.Tensor  # first query that sees each of the thread's keys
+    factors: cute.Tensor | None  # with softcap, what dP - delta is multiplied with, likewise
+    keys: OwnKeys
 
 
 class State(NamedTuple):
@@ -81,6 +85,10 @@ class BackwardConsumer:
     dtype: type
     band: Band
     schedule: WorkSchedule
+
+    @property
+    def hook(self):
+        return ScoreHook.of(self.config)
 
     @cute.jit
     def run(self, lengths: tuple, outputs: tuple, shared: tuple, pipes: tuple, queue: TileQueue, run: BackwardRunTime):
@@ -115,6 +123,7 @@ class BackwardConsumer:
             k_pipe.consumer_wait(k_state)
             v_pipe.consumer_wait(v_state)
             while head < work.last_head:
+                tile.keys.begin_head(self.hook, run, work.batch, head)
                 state = self.head(products, memory, state, tile, work.blocks_of(head, blocks), warpgroup, run)
                 head += 1
             k_pipe.consumer_release(k_state)
@@ -141,9 +150,11 @@ class BackwardConsumer:
         dk, dv = new_total(config.head_dim), new_total(config.head_dim_v)
         dk.fill(0.0)
         dv.fill(0.0)
-        first_queries = first_queries_of(self.band, first_key, seqlen_q, seqlen_k, run.right)
-        p = new_left_operand(new_accumulator(products.scores_first, (WGMMA_M, config.tile_m)), self.dtype)
-        return Tile(dk, dv, p, first_queries)
+        keys = own_keys(self.band, self.hook, first_key, seqlen_q, seqlen_k, run)
+        scores = new_accumulator(products.scores_first, (WGMMA_M, config.tile_m))
+        p = new_left_operand(scores, self.dtype)
+        factors = new_left_operand(scores, self.dtype) if const_expr(config.softcap) else None
+        return Tile(dk, dv, p, factors, keys)
 
     @cute.jit
     def head(
@@ -281,15 +292,17 @@ class BackwardConsumer:
         sides: cutlass.Constexpr[Sides],
     ):
         """Pᵀ = exp2(Sᵀ scale - LSE), in place and in 16 bit."""
-        limits = query_limits(tile.first_queries, block * self.config.tile_m)
+        first = block * self.config.tile_m
+        limits = query_limits(tile.keys.first_queries, first)
+        hook = self.hook, bias_of(self.hook, tile.keys, first, accumulator, run), tile.factors
         polynomials, width = self.config.polynomial_columns, self.band.width(run)
-        exponentiate(accumulator, lse, limits, run.scale_log2, sides, width, polynomials, self.dtype)
+        exponentiate(accumulator, lse, limits, run, sides, width, *hook, polynomials, self.dtype)
         convert(accumulator, self.dtype, target=tile.p)
 
     @cute.jit
     def score_gradients(self, tile: Tile, dp: cute.Tensor, delta: cute.Tensor):
         """dSᵀ = Pᵀ (dPᵀ - delta) in 16 bit. P is taken as dV takes it, in 16 bit."""
-        differentiate(dp, tile.p, delta)
+        differentiate(dp, tile.p if const_expr(tile.factors is None) else tile.factors, delta)
         ds = new_left_operand(dp, self.dtype)
         convert(dp, self.dtype, target=ds)
         return ds

@@ -11,11 +11,11 @@ from .blocks import Band
 from .config import WARPGROUP_THREADS, WGMMA_M, BackwardConfig
 from .output import GROUP, DirectOutput, Piece
 from .products import rows_and_columns
+from .score import LOG2_E, cap_constant
 from .softmax import QUAD, ROWS
 from .workspace import VECTOR, read_piece
 
 THREADS = 256  # of a CTA before the main kernel
-LOG2_E = math.log2(math.e)
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,12 @@ class Prologue:
         rows: cute.Tensor,
         sums,
         turns,
+        scale_log2: Float32 | None = None,
     ):
         """One step's queries of one head, ``place``: (block, head, batch). out, do: (batch, seqlen_q, heads,
         head_dim_v); lse, dlse (or None): (batch, heads, seqlen_q); rows: (batch, heads, blocks, 2 tile_m); sums of dQ:
         (batch, heads, blocks, floats), or None; turns (batch, heads, blocks, pieces), or None: also set to 0.
+        scale_log2: with softcap, else None.
         """
         block, head, batch = place
         lanes = 1 << (self.config.head_dim_v // GROUP - 1).bit_length()  # of a row; a power of two for the shuffles
@@ -73,6 +75,8 @@ class Prologue:
                 delta -= scalars[1] if const_expr(dlse is not None) else Float32(0.0)
                 # Neither does a query past the end see a key
                 sees_none = block * self.config.tile_m + row > last or base_2 == Float32(-math.inf)
+                if const_expr(scale_log2 is not None):
+                    base_2 -= cap_constant(scale_log2)
                 rows[batch, head, block, row] = cutlass.select_(sees_none, Float32(math.inf), base_2)
                 rows[batch, head, block, self.config.tile_m + row] = cutlass.select_(sees_none, Float32(0.0), delta)
 
@@ -122,7 +126,7 @@ class Epilogue:
     band: Band
 
     @cute.jit
-    def queries(self, place: tuple, sums: cute.Tensor, dq: cute.Tensor, scale: Float32, seqlen_k: Int32, right: Int32):
+    def queries(self, place: tuple, sums: cute.Tensor, dq: cute.Tensor, scale: Float32, seqlen_k: Int32, right):
         """dQ of one step's queries of one head, ``place``: (block, head, batch); a piece a warpgroup. dq: (seqlen_q,
         head_dim, heads, batch). A query that sees no key gets 0, whatever dO held.
         """

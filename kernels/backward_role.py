@@ -11,7 +11,7 @@ from .args import BackwardRunTime
 from .backward_output import store_gradient
 from .backward_products import issue
 from .backward_role_products import RoleProducts
-from .backward_scores import first_queries_of, own_statistics
+from .backward_scores import own_keys, own_statistics
 from .backward_work import WorkSchedule
 from .blocks import Band
 from .config import WARPGROUP_THREADS, WGMMA_M, BackwardConfig
@@ -19,6 +19,7 @@ from .phases import Phase, begin
 from .products import new_accumulator, new_left_operand
 from .registers import kept, released_by_first_lane
 from .schedule import SLOTS, TileQueue
+from .score import ScoreHook
 from .softmax import QUAD
 
 
@@ -50,6 +51,10 @@ class Role:
     band: Band
     schedule: WorkSchedule
 
+    @property
+    def hook(self):
+        return ScoreHook.of(self.config)
+
     @cute.jit
     def run(self, lengths: tuple, output: tuple, shared: tuple, pipes: tuple, queue: TileQueue, run: BackwardRunTime):
         """All tiles of this CTA. ``output``: of store_gradient; ``shared``: K, V, Q, dO, the row statistics and P, and
@@ -74,15 +79,16 @@ class Role:
             blocks = self.band.query_blocks(work.n_block, config.tile_m, *lengths_and_bounds)
             head = self.band.first_head(work, blocks)
             first_key = work.n_block * config.tile_n + own_key
-            first_queries = first_queries_of(self.band, first_key, seqlen_q, seqlen_k, run.right)
+            keys = own_keys(self.band, self.hook, first_key, seqlen_q, seqlen_k, run)
             total = new_accumulator(products.total_add, (WGMMA_M, self.columns))
             total.fill(0.0)
             operand = new_left_operand(self.new_scores(products), self.dtype)
             k_pipe.consumer_wait(k_state)
             v_pipe.consumer_wait(v_state)
             while head < work.last_head:
+                keys.begin_head(self.hook, run, work.batch, head)
                 of_head = work.blocks_of(head, blocks)
-                state = self.head(products, memory, state, total, operand, first_queries, of_head, run)
+                state = self.head(products, memory, state, total, operand, keys, of_head, run)
                 head += 1
             k_pipe.consumer_release(k_state)
             v_pipe.consumer_release(v_state)

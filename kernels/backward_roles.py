@@ -15,7 +15,7 @@ from cutlass.cute.nvgpu import warpgroup as wgmma
 from .args import BackwardRunTime
 from .backward_role import Memory, Role, State, words_of
 from .backward_role_products import RoleProducts, make_role_products
-from .backward_scores import differentiate, exponentiate, query_limits, release_queries
+from .backward_scores import OwnKeys, bias_of, differentiate, exponentiate, query_limits, release_queries
 from .barriers import sync_warpgroup
 from .blocks import LEFT, NO_SIDE, Sides
 from .products import convert, new_left_operand
@@ -39,10 +39,10 @@ class ProbabilityRole(Role):
         return make_role_products(self.config, self.dtype, (s_k, s_q), (s_do, self.columns))
 
     @cute.jit
-    def head(self, products, memory: Memory, state: State, total, operand, first_queries, blocks: tuple, run) -> State:
+    def head(self, products, memory: Memory, state: State, total, operand, keys, blocks: tuple, run) -> State:
         """All steps of one query head."""
         first, unmasked, left, end = blocks
-        common = (products, memory, total, operand, first_queries, run)
+        common = (products, memory, total, operand, keys, run)
         state = self.step(state, *common, first, True, self.band.sides)
         for block in cutlass.range(first + 1, unmasked, unroll=1):
             state = self.step(state, *common, block, False, self.band.sides)
@@ -68,7 +68,7 @@ class ProbabilityRole(Role):
         memory: Memory,
         total: cute.Tensor,
         operand: cute.Tensor,
-        first_queries: cute.Tensor,
+        keys: OwnKeys,
         run: BackwardRunTime,
         block: Int32,
         first: cutlass.Constexpr[bool],
@@ -87,8 +87,11 @@ class ProbabilityRole(Role):
         release_queries(memory.q_pipe, state.q)
         state.q.advance()
         # Under dV
-        limits = query_limits(first_queries, block * self.config.tile_m)
-        exponentiate(scores, lse, limits, run.scale_log2, sides, self.band.width(run))
+        first_query = block * self.config.tile_m
+        limits = query_limits(keys.first_queries, first_query)
+        bias = bias_of(self.hook, keys, first_query, scores, run)
+        factors = new_left_operand(scores, self.dtype) if const_expr(self.config.softcap) else None
+        exponentiate(scores, lse, limits, run, sides, self.band.width(run), self.hook, bias, factors)
         # dV in flight reads the operand's registers: until it is done they cannot take the next P
         memory.p_pipe.producer_acquire(state.p)
         if const_expr(not first):
@@ -96,7 +99,9 @@ class ProbabilityRole(Role):
             memory.do_pipe.consumer_release(state.do)
             state.do.advance()
         convert(scores, self.dtype, target=operand)
-        write_piece(memory.p, words_of(operand), state.p.index, memory.thread)
+        # The other role needs P for dS only
+        passed = operand if const_expr(factors is None) else factors
+        write_piece(memory.p, words_of(passed), state.p.index, memory.thread)
         memory.p_pipe.producer_commit(state.p)
         state.p.advance()
         return state
@@ -119,7 +124,7 @@ class GradientRole(Role):
         return make_role_products(self.config, self.dtype, (s_v, s_do), (s_q, self.columns))
 
     @cute.jit
-    def head(self, products, memory: Memory, state: State, total, operand, first_queries, blocks: tuple, run) -> State:
+    def head(self, products, memory: Memory, state: State, total, operand, keys, blocks: tuple, run) -> State:
         """All steps of one query head."""
         first, *_, end = blocks
         state = self.step(state, products, memory, total, operand, first=True)

@@ -1,15 +1,17 @@
 """What the backward kernels do with scores in registers, a thread's share of (keys, queries)."""
 
 import math
-import struct
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
+from .args import BackwardRunTime
 from .blocks import NO_SIDE, Band, Sides
 from .mask import inside
-from .products import rows_and_columns, store_copy
+from .products import converted_pair, rows_and_columns, store_copy
+from .score import Bias, ScoreHook, cap, derivative, literal
 from .softmax import QUAD, ROWS
 
 ROUND = 1.5 * 2**23  # a sum with this keeps no bits behind the point
@@ -21,20 +23,61 @@ EXP2 = {
 }
 
 
+class OwnKeys(NamedTuple):
+    """What a thread knows of its two keys of a K/V tile, the first one and the one 8 below."""
+
+    # (2): the first query that sees each; (4) in chunks: and one more than the last
+    first_queries: cute.Tensor
+    # The query on whose diagonal the first one stands, with ALiBi, unless a right bound tells
+    place: Int32 | None
+    slope: cute.Tensor | None  # (1): of the current query head, with ALiBi
+
+    @cute.jit
+    def begin_head(self, hook: cutlass.Constexpr[ScoreHook], run, batch: Int32, head: Int32):
+        """The next query head's slope."""
+        if const_expr(hook.alibi is not None):
+            self.slope[0] = hook.slope(run, batch, head)
+
+
 @cute.jit
-def first_queries_of(band: cutlass.Constexpr[Band], first_key: Int32, seqlen_q: Int32, seqlen_k: Int32, right: Int32):
-    """The first query that sees each of the thread's keys, ``first_key`` and the one 8 below."""
-    first_queries = cute.make_rmem_tensor(ROWS, Int32)
+def own_keys(
+    band: cutlass.Constexpr[Band],
+    hook: cutlass.Constexpr[ScoreHook],
+    first_key: Int32,
+    seqlen_q: Int32,
+    seqlen_k: Int32,
+    run,
+) -> OwnKeys:
+    """Of a tile, before its first head."""
+    first_queries = cute.make_rmem_tensor(2 * ROWS if band.chunked else ROWS, Int32)
     for row in cutlass.range_constexpr(ROWS):
-        first_queries[row] = band.first_query(first_key + 8 * row, seqlen_q, seqlen_k, right)
-    return first_queries
+        first_queries[row] = band.first_query(first_key + 8 * row, seqlen_q, seqlen_k, run.right)
+        if const_expr(band.chunked):
+            first_queries[ROWS + row] = band.end_query(first_key + 8 * row, seqlen_q, seqlen_k, run.left)
+    place, slope = None, None
+    if const_expr(hook.alibi is not None):
+        if const_expr(not band.right_bound or band.chunked):
+            place = first_key - (seqlen_k - seqlen_q)
+        slope = cute.make_rmem_tensor(1, Float32)
+        slope.fill(0.0)
+    return OwnKeys(first_queries, place, slope)
+
+
+@cute.jit
+def bias_of(hook: cutlass.Constexpr[ScoreHook], keys: OwnKeys, first: Int32, accumulator: cute.Tensor, run):
+    """The Bias of a step that begins at query ``first``, or None."""
+    if const_expr(hook.alibi is None):
+        return None
+    place = keys.first_queries[0] + run.right if const_expr(keys.place is None) else keys.place
+    distance = place - first - 2 * (cute.arch.lane_idx() % QUAD)
+    return hook.bias(keys.slope[0], distance, accumulator[0], transposed=True)
 
 
 @cute.jit
 def query_limits(first_queries: cute.Tensor, first: Int32):
     """The same, counted from the thread's own first query of a step that begins at ``first``."""
-    limits = cute.make_rmem_tensor(ROWS, Int32)
-    for row in cutlass.range_constexpr(ROWS):
+    limits = cute.make_rmem_tensor(cute.size(first_queries), Int32)
+    for row in cutlass.range_constexpr(cute.size(first_queries)):
         limits[row] = first_queries[row] - first - 2 * (cute.arch.lane_idx() % QUAD)
     return limits
 
@@ -44,30 +87,58 @@ def exponentiate(
     accumulator: cute.Tensor,
     lse: cute.Tensor,
     limits: cute.Tensor,
-    scale_log2: Float32,
+    run: BackwardRunTime,
     sides: cutlass.Constexpr[Sides],
     width: Int32 | None,
+    hook: cutlass.Constexpr[ScoreHook],
+    bias: Bias | None,
+    factors: cute.Tensor | None = None,
     polynomials: cutlass.Constexpr[int] = 0,
     dtype: cutlass.Constexpr = None,
 ):
     """Pᵀ = exp2(Sᵀ scale - LSE), in place. ``lse``: of own_statistics, in base 2. ``limits``: of query_limits, on the
-    right side of the band; ``width``: how many queries further the left one is. ``polynomials``: of 4 columns, for so
-    many a polynomial good enough for ``dtype``, where nothing is masked.
+    right side of the band; ``width``: how many queries further the left one is, None where ``limits`` say it. ``bias``:
+    of bias_of. ``factors``: with softcap, takes in 16 bit what dP - delta is multiplied with. ``polynomials``: of 4
+    columns, for so many a polynomial good enough for ``dtype``, where nothing is masked.
     """
     scores = rows_and_columns(accumulator)
-    for column in cutlass.range_constexpr(cute.size(scores, mode=[1])):
+    columns = cute.size(scores, mode=[1])
+    if const_expr(hook.softcap):
+        cap(scores, run.cap_factor, shared=False)
+        pairs = cute.make_tensor(cute.recast_ptr(factors.iterator, dtype=Int32), cute.make_layout((ROWS, columns // 2)))
+        even = cute.make_rmem_tensor(ROWS, Float32)
+    for column in cutlass.range_constexpr(columns):
         shift = lse[column % 2, column // 2]
         for row in cutlass.range_constexpr(ROWS):
-            exponent = scores[row, column] * scale_log2 - shift
+            score = scores[row, column]
+            exponent = hook.exponent(score, bias, row, column, run, shift)
             if const_expr(sides != NO_SIDE):
                 first = limits[row] if const_expr(sides.right) else None
-                end = limits[row] + width if const_expr(sides.left) else None
+                end = (limits[ROWS + row] if width is None else limits[row] + width) if sides.left else None
                 visible = inside(8 * (column // 2) + column % 2, first, end)
                 exponent = cutlass.select_(visible, exponent, Float32(-math.inf))
             if const_expr(sides == NO_SIDE and column % 4 >= 4 - polynomials):
                 scores[row, column] = exp2_polynomial(exponent, EXP2[dtype])
             else:
                 scores[row, column] = cute.math.exp2(exponent, fastmath=True)
+            if const_expr(hook.softcap):
+                keep_factor(pairs, even, derivative(score, scores[row, column]), row, column, factors.element_type)
+
+
+@cute.jit
+def keep_factor(
+    pairs: cute.Tensor,
+    even: cute.Tensor,
+    factor: Float32,
+    row: cutlass.Constexpr[int],
+    column: cutlass.Constexpr[int],
+    dtype: cutlass.Constexpr,
+):
+    """In 16 bit, two columns of a row to a register: the first waits in ``even`` (2)."""
+    if const_expr(column % 2 == 0):
+        even[row] = factor
+    else:
+        pairs[row, column // 2] = converted_pair(even[row], factor, dtype)
 
 
 @cute.jit
@@ -91,15 +162,10 @@ def exp2_polynomial(exponent: Float32, coefficients: cutlass.Constexpr) -> Float
     )
 
 
-def literal(value):
-    """A float32 in PTX."""
-    return "0f" + struct.pack(">f", value).hex()
-
-
 @cute.jit
 def differentiate(dp: cute.Tensor, p: cute.Tensor, delta: cute.Tensor):
-    """dSᵀ = Pᵀ (dPᵀ - delta), in dP's place. P is taken as dV takes it: in 16 bit. ``delta``: of
-    own_statistics.
+    """dSᵀ = Pᵀ (dPᵀ - delta), in dP's place. P is taken as dV takes it: in 16 bit; with softcap, ``p`` is what
+    exponentiate() kept. ``delta``: of own_statistics.
     """
     probabilities = rows_and_columns(cute.make_tensor(p.iterator, dp.layout))
     gradients = rows_and_columns(dp)

@@ -19,9 +19,11 @@ from .args import BackwardRunTime
 from .backward_output import store_gradients
 from .backward_products import BackwardProducts, issue, make_backward_products, make_dk_from_shared, piece, transposed
 from .backward_scores import (
+    OwnKeys,
+    bias_of,
     differentiate,
     exponentiate,
-    first_queries_of,
+    own_keys,
     own_statistics,
     query_limits,
     release_queries,
@@ -36,6 +38,7 @@ from .phases import Phase, begin
 from .products import convert, new_accumulator, new_left_operand
 from .registers import kept, released_by_first_lane
 from .schedule import SLOTS, TileQueue
+from .score import ScoreHook
 from .softmax import QUAD
 from .workspace import write_piece
 
@@ -57,7 +60,7 @@ class Tile(NamedTuple):
     dk: cute.Tensor
     dv: cute.Tensor
     scores: cute.Tensor
-    first_queries: cute.Tensor  # first query that sees each of the thread's keys
+    keys: OwnKeys
 
 
 class State(NamedTuple):
@@ -74,6 +77,10 @@ class WideConsumer:
     dtype: type
     band: Band
     schedule: WorkSchedule
+
+    @property
+    def hook(self):
+        return ScoreHook.of(self.config)
 
     @cute.jit
     def run(self, lengths: tuple, outputs: tuple, shared: tuple, pipes: tuple, queue: TileQueue, run: BackwardRunTime):
@@ -109,13 +116,14 @@ class WideConsumer:
                 new_accumulator(products.dk_add, (WGMMA_M, config.head_dim)),
                 new_accumulator(products.dv_add, (WGMMA_M, config.head_dim_v)),
                 new_accumulator(products.scores_first, (WGMMA_M, config.tile_m)),
-                first_queries_of(self.band, first_key, seqlen_q, seqlen_k, run.right),
+                own_keys(self.band, self.hook, first_key, seqlen_q, seqlen_k, run),
             )
             tile.dk.fill(0.0)
             tile.dv.fill(0.0)
             k_pipe.consumer_wait(k_state)
             v_pipe.consumer_wait(v_state)
             while head < work.last_head:
+                tile.keys.begin_head(self.hook, run, work.batch, head)
                 state = self.head(products, dk, memory, state, tile, work.blocks_of(head, blocks), warpgroup, run)
                 head += 1
             k_pipe.consumer_release(k_state)
@@ -184,9 +192,12 @@ class WideConsumer:
         first, block = blocks
         # P, and dS under dV
         rows = memory.rows[None, state.q.index]
-        limits = query_limits(tile.first_queries, block * self.config.tile_m)
+        first_query = block * self.config.tile_m
+        limits = query_limits(tile.keys.first_queries, first_query)
+        bias = bias_of(self.hook, tile.keys, first_query, tile.scores, run)
+        factors = new_left_operand(tile.scores, self.dtype) if const_expr(self.config.softcap) else None
         lse, delta = (own_statistics(rows, kind * self.config.tile_m, self.config.tile_m) for kind in range(2))
-        exponentiate(tile.scores, lse, limits, run.scale_log2, sides, self.band.width(run))
+        exponentiate(tile.scores, lse, limits, run, sides, self.band.width(run), self.hook, bias, factors)
         p = convert(tile.scores, self.dtype, target=new_left_operand(tile.scores, self.dtype))
         memory.do_pipe.consumer_wait(state.do)
         dp = new_accumulator(products.scores_first, (WGMMA_M, self.config.tile_m))
@@ -195,7 +206,7 @@ class WideConsumer:
         issue(products.scores_first, products.scores_add, dp, products.v, do)
         issue(products.dv_add, products.dv_add, tile.dv, p, do_transposed)
         wgmma.wait_group(1)
-        differentiate(dp, p, delta)
+        differentiate(dp, p if const_expr(factors is None) else factors, delta)
         ds = convert(dp, self.dtype)
         self.wait(warpgroup, state.parity ^ 1)
         write_scores(products.scores_first, ds, dp.layout, memory.ds[None, None, state.parity], memory.thread)

@@ -81,13 +81,15 @@ class Band:
         """True where there may be no query that sees a key of a K/V tile."""
         return self.left_bound or self.packed
 
+    chunked = False  # chunks.py
+
     @property
     def sides(self):
         """Of a block at the right end of the band: a narrow band ends on both sides in it."""
         return Sides(self.left_bound, right=True)
 
     @cute.jit
-    def key_limit(self, row: Int32, seqlen_q: Int32, seqlen_k: Int32, right: Int32) -> Int32:
+    def key_limit(self, row: Int32, seqlen_q: Int32, seqlen_k: Int32, right) -> Int32:
         """Number of leading keys that query ``row`` sees, those that a left bound hides among them; not positive where
         it sees none.
         """
@@ -96,12 +98,12 @@ class Band:
             limit = cutlass.min(seqlen_k, row + seqlen_k - seqlen_q + right + 1)
         return limit
 
-    def first_key(self, row: Int32, seqlen_q: Int32, seqlen_k: Int32, left: Int32) -> Int32:
+    def first_key(self, row: Int32, seqlen_q: Int32, seqlen_k: Int32, left) -> Int32:
         """The first key that query ``row`` sees by a left bound: may be negative."""
         return row + seqlen_k - seqlen_q - left
 
     @cute.jit
-    def origin(self, row_begin: Int32, seqlen_q: Int32, seqlen_k: Int32, left: Int32 | None) -> Int32:
+    def origin(self, row_begin: Int32, seqlen_q: Int32, seqlen_k: Int32, left) -> Int32:
         """The first key that the rows from ``row_begin`` see, where a tile of these begins to count keys."""
         first = Int32(0)
         if const_expr(self.left_bound):
@@ -115,8 +117,8 @@ class Band:
         rows: Int32,
         seqlen_q: Int32,
         seqlen_k: Int32,
-        right: Int32,
-        left: Int32 | None,
+        right,
+        left,
         origin: Int32,
     ) -> KeyBlocks:
         """For the rows from ``row_begin``, of a tile with this ``origin``. There is no block and no key where all rows
@@ -183,12 +185,16 @@ class Band:
         return firsts, limits
 
     @cute.jit
-    def first_query(self, key: Int32, seqlen_q: Int32, seqlen_k: Int32, right: Int32) -> Int32:
+    def first_query(self, key: Int32, seqlen_q: Int32, seqlen_k: Int32, right) -> Int32:
         """The first query that sees ``key``: may be negative; past all queries for a key past the end."""
         first = Int32(0)
         if const_expr(self.right_bound):
             first = key - (seqlen_k - seqlen_q) - right
         return cutlass.select_(key < seqlen_k, first, Int32(NO_QUERY))
+
+    def end_query(self, key: Int32, seqlen_q: Int32, seqlen_k: Int32, left) -> Int32:
+        """One more than the last query that sees ``key`` by a left bound: may be past all queries."""
+        return key - (seqlen_k - seqlen_q) + left + 1
 
     def width(self, run):
         """How many keys a query sees and queries a key, those that do not exist counted as well; None without a left
@@ -203,8 +209,8 @@ class Band:
         rows: cutlass.Constexpr[int],
         seqlen_q: Int32,
         seqlen_k: Int32,
-        right: Int32,
-        left: Int32 | None,
+        right,
+        left,
     ) -> QueryBlocks:
         """Blocks of ``rows`` queries for one K/V tile."""
         first_key = n_block * self.tile_n
@@ -212,10 +218,9 @@ class Band:
         end = (seqlen_q + rows - 1) // rows
         masked = end
         if const_expr(self.left_bound):
-            # One more than the last query that sees the tile's last key, and its first one
-            last = cutlass.min(last_key, seqlen_k - 1) - (seqlen_k - seqlen_q) + left + 1
+            last = self.end_query(cutlass.min(last_key, seqlen_k - 1), seqlen_q, seqlen_k, left)
             end = (cutlass.max(cutlass.min(last, seqlen_q), 0) + rows - 1) // rows
-            masked = cutlass.min(cutlass.max(first_key - (seqlen_k - seqlen_q) + left + 1, 0) // rows, end)
+            masked = cutlass.min(cutlass.max(self.end_query(first_key, seqlen_q, seqlen_k, left), 0) // rows, end)
         first, unmasked = Int32(0), Int32(0)
         if const_expr(self.right_bound):
             first = cutlass.max(self.first_query(first_key, seqlen_q, seqlen_k, right), 0) // rows
@@ -243,7 +248,7 @@ class Band:
         rows: cutlass.Constexpr[int],
         seqlen_q: Int32,
         seqlen_k: Int32,
-        right: Int32,
+        right,
     ) -> Int32:
         """How many K/V tiles visit a block of ``rows`` queries before this one: earlier ones, or with a right bound
         later ones, which reach their first block, on the diagonal, sooner. So each tile comes to a block a step later
@@ -253,6 +258,6 @@ class Band:
         turn = n_block
         if const_expr(self.right_bound):
             last_row = block * rows + rows - 1
-            last_tile = (cutlass.min(seqlen_k, last_row + seqlen_k - seqlen_q + right + 1) - 1) // self.tile_n
+            last_tile = (self.key_limit(last_row, seqlen_q, seqlen_k, right) - 1) // self.tile_n
             turn = last_tile - n_block
         return turn

@@ -30,7 +30,13 @@ REGISTERS = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
 def mask_name(config):
     """What a kernel's name says of its bounds."""
     name = "window" if config.left_bound else "causal" if config.right_bound else "dense"
-    return name + ("_packed" if config.packed else "")
+    return ("chunked" if config.chunked else name) + ("_packed" if config.packed else "")
+
+
+def hook_name(config):
+    """What a kernel's name says of how products become scores."""
+    parts = ("softcap" * config.softcap, f"alibi_{config.alibi}" * bool(config.alibi))
+    return "".join(f"_{part}" for part in parts if part)
 
 
 class Checked:
@@ -93,15 +99,19 @@ class ForwardConfig(Checked):
     shared_p: bool = False  # P goes to P V through shared memory instead of registers
     left_bound: bool = False
     packed: bool = False  # several sequences in one tensor, whose lengths the device knows
+    softcap: bool = False
+    sink: bool = False
+    alibi: str | None = None  # "linear" (no key behind a query's diagonal) or "distance"
+    chunked: bool = False  # only with both bounds
 
     @property
     def name(self):
         """Readable kernel name for profilers."""
         mask = mask_name(self)
         dims = f"d{self.head_dim}" if self.head_dim == self.head_dim_v else f"d{self.head_dim}v{self.head_dim_v}"
-        sign = "_negative_scale" if self.negative_scale else ""
+        sign, hook = "_negative_scale" * self.negative_scale, hook_name(self) + "_sink" * self.sink
         tile = f"{self.tile_m}x{self.tile_n}{'_shared_p' if self.shared_p else ''}"
-        return f"hopper_fa3_forward_{dims}_{mask}_{SHORT_DTYPES[self.dtype]}_{tile}{sign}"
+        return f"hopper_fa3_forward_{dims}_{mask}_{SHORT_DTYPES[self.dtype]}_{tile}{sign}{hook}"
 
     @property
     def consumer_warpgroups(self):
@@ -219,6 +229,9 @@ class BackwardConfig(Checked):
     unused_v: int = 0
     left_bound: bool = False
     packed: bool = False  # several sequences in one tensor, whose lengths the device knows
+    softcap: bool = False
+    alibi: str | None = None  # as in ForwardConfig
+    chunked: bool = False
 
     consumer_warpgroups = 2
 
@@ -263,11 +276,11 @@ class BackwardConfig(Checked):
         return self.split_heads or self.split_tail
 
     def free_registers(self):
-        """Registers left per consumer thread beside dK, dV and the larger of dQ's piece and dP with P in 16 bit, all
-        for 64 keys and 64 queries.
+        """Registers left per consumer thread beside dK, dV and the larger of dQ's piece and dP with P in 16 bit, and
+        with softcap its derivative, all for 64 keys and 64 queries.
         """
         totals = (self.head_dim + self.head_dim_v) // 2
-        step = max(self.dq_columns // 2, WGMMA_M // 2 + WGMMA_M // 4)
+        step = max(self.dq_columns // 2, WGMMA_M // 2 + (1 + self.softcap) * WGMMA_M // 4)
         return self.registers[1] - OTHER_REGISTERS - totals - step
 
     @property
@@ -284,9 +297,11 @@ class BackwardConfig(Checked):
     @property
     def early_sums(self):
         """True where registers hold dQ's piece beside dP and P, so that it can be computed beside dP
-        (backward_steps.py).
+        (backward_steps.py). Softcap has its derivative beside P, ALiBi slopes and places, chunks the ends
+        of each key's queries.
         """
-        return not self.wide and self.tile_m == WGMMA_M
+        more = self.softcap or self.alibi is not None or self.chunked
+        return not self.wide and self.tile_m == WGMMA_M and not more
 
     @property
     def polynomial_columns(self):
@@ -307,7 +322,7 @@ class BackwardConfig(Checked):
         mask = mask_name(self)
         dims = f"d{self.columns}" if self.columns == self.columns_v else f"d{self.columns}v{self.columns_v}"
         split = ("_split_heads" if self.split_heads else "") + ("_split_tail" if self.split_tail else "")
-        options = split + ("_deterministic" if self.turns else "")
+        options = hook_name(self) + split + ("_deterministic" if self.turns else "")
         return f"hopper_fa3_backward_{dims}_{mask}_{SHORT_DTYPES[self.dtype]}_{self.tile_m}x{self.tile_n}{options}"
 
     @property

@@ -27,6 +27,7 @@ from .products import (
 )
 from .registers import kept
 from .schedule import SLOTS, Schedule, TileQueue
+from .score import ScoreHook, cap_constant
 from .sequence import rows_of
 from .softmax import QUAD, ROWS, Softmax, rescale_rows
 
@@ -39,6 +40,8 @@ class Rows(NamedTuple):
     shift: cute.Tensor
     sum: cute.Tensor
     keys: RowKeys
+    slope: Float32 | None
+    diagonal: Int32 | None  # the key on the first row's diagonal, counted from the tile's origin; with a slope
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,7 @@ class Consumer:
     softmax: Softmax
     probabilities: RegisterP | SharedP
     output: StagedOutput | DirectOutput
+    hook: ScoreHook
 
     @cute.jit
     def run(
@@ -102,7 +106,8 @@ class Consumer:
             first, *_, end, _ = own
             first_row = first_query + thread // QUAD // 8 * 16 + thread // QUAD % 8
             begin(Phase.WAIT_Q)
-            rows = self.start_rows(products, s_p, first_row, *place.sequence[:2], run, origin)
+            slope = self.hook.slope(run, place.batch, place.head)
+            rows = self.start_rows(products, s_p, first_row, *place.sequence[:2], run, origin, slope)
             for _ in cutlass.range(tile_end - end, unroll=1):
                 k_state, v_state = self.skip(pipes, k_state, v_state, warpgroup)
             # Main loop
@@ -120,8 +125,10 @@ class Consumer:
                     k_state, v_state = self.skip(pipes, k_state, v_state, warpgroup)
             # O and LSE leave
             begin(Phase.EPILOGUE)
-            inverse, row_lse = self.softmax.finish(rows.shift, rows.sum)
-            normalise(rows_and_columns(rows.acc_o), inverse, row_lse, rows.keys, self.band)
+            sink = run.sink[place.head] if config.sink else None
+            constant = cap_constant(run.scale_log2) if config.softcap else None
+            inverse, row_lse = self.softmax.finish(rows.shift, rows.sum, sink, constant)
+            normalise(rows_and_columns(rows.acc_o), inverse, row_lse, rows.keys, self.band, sink)
             m_block, head, batch_index, sequence, _ = self.schedule.place_again(queue, queue_state, place)
             own_lse = rows_of(lse, sequence.offset_q, sequence.seqlen_q, mode=2)
             store_lse(own_lse, row_lse, first_row, head, batch_index)
@@ -187,7 +194,15 @@ class Consumer:
 
     @cute.jit
     def start_rows(
-        self, products: Products, s_p, first_row: Int32, seqlen_q: Int32, seqlen_k: Int32, run: RunTime, origin: Int32
+        self,
+        products: Products,
+        s_p,
+        first_row: Int32,
+        seqlen_q: Int32,
+        seqlen_k: Int32,
+        run: RunTime,
+        origin: Int32,
+        slope: Float32 | None,
     ) -> Rows:
         """Fresh registers for a tile: O = 0, no key seen."""
         config = self.config
@@ -196,12 +211,24 @@ class Consumer:
         scores = new_accumulator(products.qk_first, (WGMMA_M, config.tile_n))
         shift, row_sum = self.softmax.start()
         keys = self.band.row_keys(first_row, seqlen_q, seqlen_k, run, origin)
-        return Rows(acc_o, self.probabilities.start(products, scores, s_p), shift, row_sum, keys)
+        diagonal = None if slope is None else first_row + seqlen_k - seqlen_q - origin
+        return Rows(acc_o, self.probabilities.start(products, scores, s_p), shift, row_sum, keys, slope, diagonal)
+
+    def first_column(self, block: Int32) -> Int32:
+        """The thread's first key of a block, counted from the tile's origin."""
+        return block * self.config.tile_n + 2 * (cute.arch.lane_idx() % QUAD)
+
+    @cute.jit
+    def apply_hook(self, scores: cute.Tensor, rows: Rows, block: Int32, sides: cutlass.Constexpr[Sides], run: RunTime):
+        """One block's products to what the softmax takes; ``sides``: on which it may be masked behind this."""
+        place = None if rows.slope is None else self.first_column(block) - rows.diagonal
+        bias = None if rows.slope is None else self.hook.bias(rows.slope, place, scores[0])
+        self.hook.apply(rows_and_columns(scores), bias, run, shared=sides == NO_SIDE)
 
     @cute.jit
     def mask(self, scores: cute.Tensor, rows: Rows, block: Int32, sides: cutlass.Constexpr[Sides], run: RunTime):
         """Mask one block's scores."""
-        first_column = block * self.config.tile_n + 2 * (cute.arch.lane_idx() % QUAD)
+        first_column = self.first_column(block)
         columns = self.band.columns(rows.keys, first_column, sides, run)
         mask_scores(rows_and_columns(scores), *columns, self.softmax.masked)
 
@@ -233,13 +260,14 @@ class Consumer:
         begin(Phase.MASK)
         k_pipe.consumer_release(k_state)
         k_state.advance()
+        self.apply_hook(scores, rows, end - 1, self.band.sides, run)
         if masked:
             self.mask(scores, rows, end - 1, self.band.sides, run)
         begin(Phase.ROW_MAXIMUM)
-        self.softmax.set_shift(rows_and_columns(scores), rows.shift, run.scale_log2)
+        self.softmax.set_shift(rows_and_columns(scores), rows.shift, self.hook.scale(run))
         begin(Phase.EXPONENTIALS)
         sums = cute.make_rmem_tensor(ROWS, Float32)
-        self.softmax.exponentiate(rows_and_columns(scores), sums, rows.shift, run.scale_log2)
+        self.softmax.exponentiate(rows_and_columns(scores), sums, rows.shift, self.hook.scale(run))
         self.probabilities.claim(warpgroup, is_store_warp)
         self.softmax.add(rows.sum, sums)
         self.probabilities.keep(products, rows.probabilities, scores)
@@ -281,6 +309,7 @@ class Consumer:
         # P V runs on under the softmax here and the other warpgroups'; without overlap both products end first
         begin(Phase.WAIT_QK)
         wgmma.wait_group(1 if config.overlap else 0)
+        self.apply_hook(scores, rows, block, sides, run)
         if const_expr(sides != NO_SIDE):
             begin(Phase.MASK)
             self.mask(scores, rows, block, sides, run)
@@ -292,7 +321,7 @@ class Consumer:
         outgrown, fresh = Boolean(True), Boolean(True)
         while outgrown:
             begin(Phase.EXPONENTIALS)
-            self.softmax.exponentiate(rows_and_columns(scores), sums, rows.shift, run.scale_log2)
+            self.softmax.exponentiate(rows_and_columns(scores), sums, rows.shift, self.hook.scale(run))
             if const_expr(config.early_p):
                 self.probabilities.keep(products, rows.probabilities, scores)
             outgrown = any_of_warpgroup(warpgroup, fresh & self.softmax.outgrown(sums))
@@ -334,11 +363,13 @@ class Consumer:
         wgmma.fence()
         issue_scores(products, scores, k_stage)
         wgmma.wait_group(0)
+        self.apply_hook(scores, rows, block, sides, run)
         if const_expr(sides != NO_SIDE):
             # Two comparisons an element, were they known, the compiler would keep from the first time, bit by bit
             again = kept(block) if const_expr(sides.left and sides.right) else block
             self.mask(scores, rows, again, sides, run)
-        rescale = self.softmax.catch_up(rows_and_columns(scores), sums, rows.shift, rows.sum, run.scale_log2)
+        scale = self.hook.scale(run)
+        rescale = self.softmax.catch_up(rows_and_columns(scores), sums, rows.shift, rows.sum, scale)
         rescale_rows(rows_and_columns(rows.acc_o), rescale)
 
     @cute.jit

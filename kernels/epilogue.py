@@ -12,15 +12,21 @@ from .softmax import QUAD, ROWS
 
 @cute.jit
 def normalise(
-    acc_o: cute.Tensor, inverse: cute.Tensor, row_lse: cute.Tensor, keys: RowKeys, band: cutlass.Constexpr[Band]
+    acc_o: cute.Tensor,
+    inverse: cute.Tensor,
+    row_lse: cute.Tensor,
+    keys: RowKeys,
+    band: cutlass.Constexpr[Band],
+    sink: Float32 | None,
 ):
-    """Divide each row of O (2 rows, columns) by its sum. A row that sees no key becomes 0 with LSE -inf, whatever V
-    held.
+    """Divide each row of O (2 rows, columns) by its sum. A row that sees no key becomes 0 with LSE -inf or ``sink``,
+    whatever V held.
     """
     for row in cutlass.range_constexpr(ROWS):
         if const_expr(band.blind_rows):
             sees_none = band.sees_none(keys, row)
-            row_lse[row] = cutlass.select_(sees_none, Float32(-math.inf), row_lse[row])
+            of_none = Float32(-math.inf) if const_expr(sink is None) else sink
+            row_lse[row] = cutlass.select_(sees_none, of_none, row_lse[row])
         for column in cutlass.range(cute.size(acc_o, mode=[1]), unroll_full=True):
             value = acc_o[row, column] * inverse[row]
             if const_expr(band.blind_rows):

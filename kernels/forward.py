@@ -13,7 +13,7 @@ from cutlass.memory import SmemAllocator
 
 from .args import RunTime, TiledTensor, may_begin_early
 from .barriers import Turns
-from .blocks import Band
+from .chunks import make_band, make_bounds
 from .config import SHARED_ALIGNMENT, WARPS_PER_WARPGROUP, WGMMA_M, ForwardConfig
 from .consume import Consumer
 from .kv_source import DenseValues
@@ -23,6 +23,7 @@ from .packed_schedule import PackedSchedule
 from .phases import Phase, begin
 from .probabilities import RegisterP, SharedP
 from .schedule import SLOTS, Schedule, make_tile_queue, slots_shape
+from .score import ScoreHook
 from .smem import forward_layouts, forward_storage
 from .softmax import Softmax
 
@@ -41,10 +42,12 @@ class ForwardKernel:
         config.check()
         self.config = config
         self.dtype = DTYPES[config.dtype]
-        self.band = Band(config.tile_n, config.right_bound, config.left_bound, config.packed)
+        self.band = make_band(config)
         self.schedule = Schedule(config.tile_m, dynamic=config.dynamic, descending=config.dynamic)
         self.values = DenseValues(config.tile_n, config.head_dim_v, cut=config.right_bound or config.packed)
         self.turns = Turns(config.consumer_warpgroups, config.pingpong)
+        self.hook = ScoreHook.of(config)
+        self.softmax = Softmax(self.hook.negative(config.negative_scale))
         self.output = DirectOutput(self.dtype, config.head_dim_v)
         if config.staged_output:
             self.output = StagedOutput(self.dtype, config.head_dim_v, cut=config.packed)
@@ -59,19 +62,24 @@ class ForwardKernel:
         v: cute.Tensor,
         out: cute.Tensor,
         lse: cute.Tensor,
+        sink: cute.Tensor | None,
+        slopes: cute.Tensor | None,
         counter: cute.Tensor,
         scale_log2: Float32,
+        cap_factor: Float32 | None,
         right: Int32,
         left: Int32 | None,
+        chunk: Int32 | None,
         section: Int32,
         ctas: Int32,
         fills_idle_sms: Int32,
         stream: cuda.CUstream,
     ):
-        """q, k, v, out: (batch, length, heads, head_dim) in 16 bit, last stride 1; lse: (batch, heads, seqlen_q)
-        float32.
+        """q, k, v, out: (batch, length, heads, head_dim) in 16 bit, last stride 1. In float32: lse (batch, heads,
+        seqlen_q); sink (heads) and slopes (batch, heads), None where there are none.
         """
-        run = RunTime(scale_log2, right, left, section, fills_idle_sms)
+        bounds = make_bounds(self.config, right, left, chunk)
+        run = RunTime(scale_log2, *bounds, section, fills_idle_sms, cap_factor, slopes, sink)
         self.launch(tuple(map(heads_last, (q, k, v, out))), lse, counter, run, ctas, stream)
 
     @cute.jit
@@ -142,11 +150,11 @@ class ForwardKernel:
             warpgroup = warp // WARPS_PER_WARPGROUP - 1
             o = self.output_piece(storage, o_layout, warpgroup) if config.staged_output else None
             p = self.output_piece(storage, p_layout, warpgroup) if config.shared_p else None
-            softmax = Softmax(config.negative_scale)
             probabilities = SharedP(self.dtype) if config.shared_p else RegisterP(self.dtype)
             consumer = Consumer(
-                config, self.dtype, self.band, self.schedule, self.turns, softmax, probabilities, self.output
-            )
+                config, self.dtype, self.band, self.schedule, self.turns, self.softmax, probabilities, self.output,
+                self.hook,
+            )  # fmt: skip
             consumer.run(tensors, (s_q, s_k, s_v, p), out, o, lse, pipes, queue, run)
 
     def storage(self):

@@ -93,17 +93,21 @@ def convert(accumulator: cute.Tensor, dtype: cutlass.Constexpr, target=None):
     ptxas serialises the WGMMAs.
     """
     converted = cute.make_rmem_tensor_like(accumulator, dtype) if const_expr(target is None) else target
-    instruction = "cvt.rn.bf16x2.f32" if dtype is cutlass.BFloat16 else "cvt.rn.f16x2.f32"
     pairs = cute.size(accumulator) // 2
     words = cute.make_tensor(cute.recast_ptr(converted.iterator, dtype=Int32), cute.make_layout(pairs))
     values = cute.make_tensor(accumulator.iterator, cute.make_layout(2 * pairs))
     for pair in cutlass.range_constexpr(pairs):
-        words[pair] = cute.arch.inline_ptx(
-            f"{instruction} {{$w0}}, {{$r0}}, {{$r1}};",
-            write_only_types=[Int32],
-            read_only_args=[values[2 * pair + 1], values[2 * pair]],
-        )
+        words[pair] = converted_pair(values[2 * pair], values[2 * pair + 1], dtype)
     return converted
+
+
+@cute.jit
+def converted_pair(low: Float32, high: Float32, dtype: cutlass.Constexpr) -> Int32:
+    """Two values in 16 bit, in one register."""
+    instruction = "cvt.rn.bf16x2.f32" if dtype is cutlass.BFloat16 else "cvt.rn.f16x2.f32"
+    return cute.arch.inline_ptx(
+        f"{instruction} {{$w0}}, {{$r0}}, {{$r1}};", write_only_types=[Int32], read_only_args=[high, low]
+    )
 
 
 def store_copy(tiled_mma, dtype, thread):

@@ -9,6 +9,7 @@ from .config import (
     SHORT_DTYPES,
     WGMMA_M,
     Checked,
+    hook_name,
     mask_name,
 )
 
@@ -25,6 +26,9 @@ class QueryConfig(Checked):
     right_bound: bool
     left_bound: bool = False
     packed: bool = False  # several sequences in one tensor, whose lengths the device knows
+    softcap: bool = False
+    alibi: str | None = None  # as in ForwardConfig
+    chunked: bool = False
 
     consumer_warpgroups = 2
     tile_m = WGMMA_M * consumer_warpgroups
@@ -36,7 +40,8 @@ class QueryConfig(Checked):
         """Readable kernel name for profilers."""
         mask = mask_name(self)
         dims = f"d{self.head_dim}" if self.head_dim == self.head_dim_v else f"d{self.head_dim}v{self.head_dim_v}"
-        return f"hopper_fa3_backward_{dims}_{mask}_{SHORT_DTYPES[self.dtype]}_{self.tile_m}x{self.tile_n}_queries"
+        tile = f"{self.tile_m}x{self.tile_n}{hook_name(self)}"
+        return f"hopper_fa3_backward_{dims}_{mask}_{SHORT_DTYPES[self.dtype]}_{tile}_queries"
 
     @property
     def dynamic(self):

@@ -22,6 +22,7 @@ from .products import convert, new_accumulator, new_left_operand, rows_and_colum
 from .query_config import QueryConfig
 from .registers import released_by_first_lane
 from .schedule import SLOTS, Schedule, TileQueue
+from .score import ScoreHook, cap, derivative
 from .sequence import behind
 from .softmax import QUAD, ROWS
 
@@ -52,6 +53,8 @@ class Rows(NamedTuple):
     lse: cute.Tensor  # in base 2
     delta: cute.Tensor
     keys: RowKeys
+    slope: Float32 | None = None  # with ALiBi, here and below
+    diagonal: Int32 | None = None  # the key on the first row's diagonal, counted from the tile's origin
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,10 @@ class QueryConsumer:
     band: Band
     schedule: Schedule
     statistics_rows: int  # queries of one line of row statistics
+
+    @property
+    def hook(self):
+        return ScoreHook.of(self.config)
 
     @cute.jit
     def run(
@@ -110,7 +117,8 @@ class QueryConsumer:
             blocks = self.band.blocks(first_query, config.tile_m, *sequence[:2], run.right, run.left, origin)
             first_row = first_query + warpgroup * WGMMA_M + thread // QUAD // 8 * 16 + thread // QUAD % 8
             lines = behind(rows[batch_index, head, None, None], first_line)
-            own = self.own_rows(lines, first_row, *sequence[:2], run, origin)
+            slope = self.hook.slope(run, batch_index, head)
+            own = self.own_rows(lines, first_row, *sequence[:2], run, origin, slope)
             total = new_accumulator(products.dq_add, (WGMMA_M, config.head_dim))
             total.fill(0.0)
             q_pipe.consumer_wait(q_state)
@@ -158,7 +166,14 @@ class QueryConsumer:
 
     @cute.jit
     def own_rows(
-        self, rows: cute.Tensor, first_row: Int32, seqlen_q: Int32, seqlen_k: Int32, run: RunTime, origin: Int32
+        self,
+        rows: cute.Tensor,
+        first_row: Int32,
+        seqlen_q: Int32,
+        seqlen_k: Int32,
+        run: RunTime,
+        origin: Int32,
+        slope: Float32 | None,
     ) -> Rows:
         """Of a thread, in a tile with this ``origin``."""
         lse, delta = (cute.make_rmem_tensor(ROWS, Float32) for _ in range(2))
@@ -171,7 +186,9 @@ class QueryConsumer:
                 line = query // size
                 lse[row] = rows[line, query - line * size]
                 delta[row] = rows[line, query - line * size + size]
-        return Rows(lse, delta, self.band.row_keys(first_row, seqlen_q, seqlen_k, run, origin))
+        diagonal = None if slope is None else first_row + seqlen_k - seqlen_q - origin
+        keys = self.band.row_keys(first_row, seqlen_q, seqlen_k, run, origin)
+        return Rows(lse, delta, keys, slope, diagonal)
 
     @cute.jit
     def tile(self, products, k_pipe, v_pipe, state: State, total: cute.Tensor, own: Rows, blocks: tuple, run) -> State:
@@ -262,16 +279,26 @@ class QueryConsumer:
         run: RunTime,
         sides: cutlass.Constexpr[Sides],
     ):
-        """P = exp2(S scale - LSE), in place."""
+        """P = exp2(S scale - LSE), in place; with softcap, times the derivative of the scores."""
+        bias, capped = None, scores
+        if const_expr(self.config.alibi is not None):
+            first_column = block * self.config.tile_n + 2 * (cute.arch.lane_idx() % QUAD)
+            bias = self.hook.bias(own.slope, first_column - own.diagonal, scores[0, 0])
+        if const_expr(self.config.softcap):
+            cap(scores, run.cap_factor, shared=False)
+            capped = cute.make_rmem_tensor_like(scores)
+            capped.store(scores.load())
         for row in cutlass.range_constexpr(ROWS):
             for column in cutlass.range_constexpr(cute.size(scores, mode=[1])):
-                scores[row, column] = scores[row, column] * run.scale_log2 - own.lse[row]
+                scores[row, column] = self.hook.exponent(scores[row, column], bias, row, column, run, own.lse[row])
         if const_expr(sides != NO_SIDE):
             first_column = block * self.config.tile_n + 2 * (cute.arch.lane_idx() % QUAD)
             mask_scores(scores, *self.band.columns(own.keys, first_column, sides, run), -math.inf)
         for row in cutlass.range_constexpr(ROWS):
             for column in cutlass.range_constexpr(cute.size(scores, mode=[1])):
                 scores[row, column] = cute.math.exp2(scores[row, column], fastmath=True)
+                if const_expr(self.config.softcap):
+                    scores[row, column] = derivative(capped[row, column], scores[row, column])
 
     @cute.jit
     def issue_dq(self, products: QueryProducts, total: cute.Tensor, ds: cute.Tensor, stage: Int32):

@@ -16,7 +16,7 @@ from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
 from .args import RunTime, TiledTensor, may_begin_early
-from .blocks import Band
+from .chunks import make_band
 from .config import SHARED_ALIGNMENT, WARPS_PER_WARPGROUP, WGMMA_M
 from .load import SequenceBoxes, WholeBoxes, tma_pipe
 from .packed_schedule import PackedSchedule
@@ -35,7 +35,7 @@ class QueryKernel:
         self.config = config
         self.dtype = dtype
         self.statistics_rows = statistics_rows  # queries of one line of row statistics
-        self.band = Band(config.tile_n, config.right_bound, config.left_bound, config.packed)
+        self.band = make_band(config)
         self.schedule = Schedule(config.tile_m, dynamic=config.dynamic, descending=config.dynamic)
         self.boxes = WholeBoxes
         if config.packed:

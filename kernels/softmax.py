@@ -18,6 +18,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, const_expr
 
+from .score import LOG2_E
+
 # Where a row's shift starts: finite, so that masked scores yield exp2(-inf) = 0 with no guard. The first score that a
 # row sees then passes every limit.
 LOWEST_SHIFT = -3.4e38
@@ -105,15 +107,28 @@ class Softmax:
             row_sum[row] = row_sum[row] + sums[row]
 
     @cute.jit
-    def finish(self, shift: cute.Tensor, row_sum: cute.Tensor):
-        """``(inverse, lse)``: the factor that normalises each row of O, and the natural-log LSE of each row."""
+    def finish(self, shift: cute.Tensor, row_sum: cute.Tensor, sink: Float32 | None, constant: Float32 | None):
+        """``(inverse, lse)``: the factor that normalises each row of O, and the natural-log LSE of each row. ``sink``:
+        one more logit of each row, ``constant``: what all exponents lack; or None.
+        """
         inverse = cute.make_rmem_tensor(ROWS, Float32)
         lse = cute.make_rmem_tensor(ROWS, Float32)
         for row in cutlass.range_constexpr(ROWS):
             total = cute.arch.warp_reduction_sum(row_sum[row], threads_in_group=QUAD)
-            inverse[row] = Float32(1.0) / total
+            top, kept = shift[row], Float32(1.0)
+            if const_expr(sink is not None):
+                # The shift rises to the sink's exponent, which may be far above all scores; -inf changes nothing
+                exponent = sink * Float32(LOG2_E)
+                if const_expr(constant is not None):
+                    exponent -= constant
+                top = cute.arch.fmax(top, exponent)
+                kept = cute.math.exp2(shift[row] - top, fastmath=True)
+                total = total * kept + cute.math.exp2(exponent - top, fastmath=True)
+            inverse[row] = kept / total
             log2_sum = cute.math.log2(total, fastmath=True)
-            lse[row] = (shift[row] + log2_sum) * Float32(math.log(2.0))
+            if const_expr(constant is not None):
+                log2_sum += constant
+            lse[row] = (top + log2_sum) * Float32(math.log(2.0))
         return inverse, lse
 
 

@@ -38,8 +38,10 @@ def check(q, k, v, *, attention=flash_attn_func, out=None, **options):
     return out, lse
 
 
-def compare(out, lse, q, k, v, *, softmax_scale=None, causal=False, window_size=(-1, -1)):
-    """AssertionError where (out, lse) is not attention of q, k, v within the bounds of this file."""
+def compare(out, lse, q, k, v, *, softmax_scale=None, causal=False, window_size=(-1, -1), **hook):
+    """AssertionError where (out, lse) is not attention of q, k, v within the bounds of this file. ``hook``: softcap,
+    sink, alibi_slopes, attention_chunk.
+    """
     batch, seqlen_q, heads, head_dim = q.shape
     expected = (q.dtype, (batch, seqlen_q, heads, v.shape[-1]))
     assert (out.dtype, out.shape) == expected, f"out: {out.dtype} {tuple(out.shape)}, expected {expected}"
@@ -52,8 +54,9 @@ def compare(out, lse, q, k, v, *, softmax_scale=None, causal=False, window_size=
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
     left, right = bounds(causal, window_size)
-    true, true_lse = standard(q, k, v, softmax_scale=scale, left=left, right=right, compute_dtype=torch.float32)
-    same, _ = standard(q, k, v, softmax_scale=scale, left=left, right=right)
+    rule = {"softmax_scale": scale, "left": left, "right": right, **hook}
+    true, true_lse = standard(q, k, v, **rule, compute_dtype=torch.float32)
+    same, _ = standard(q, k, v, **rule)
     same_places("out", out, true)
     same_places("LSE", lse, true_lse)
 
@@ -62,7 +65,8 @@ def compare(out, lse, q, k, v, *, softmax_scale=None, causal=False, window_size=
     yardstick = largest(same.float() - true, (1, 3))
     rounding = largest(true.to(out.dtype).float() - true, (1, 3))
     _within("out", largest(out.float() - true, (1, 3)), 2 * yardstick + rounding)
-    _within("LSE", largest(lse - true_lse, (2,)), lse_bound(q, k, true_lse, scale))
+    bound = lse_bound(q, k, true_lse, scale) + hook_error(q, k, **hook)
+    _within("LSE", largest(lse - true_lse, (2,)), bound)
 
 
 def lse_bound(q, k, lse, scale):
@@ -83,6 +87,18 @@ def lse_bound(q, k, lse, scale):
     norm_k = largest(torch.linalg.vector_norm(k.float(), dim=-1), (1,)).repeat_interleave(group, dim=1)
     scores = (head_dim + 8) * 2 * u * abs(scale) * norm_q * norm_k
     return 2 * (scores + (seqlen_k + 16) * u + 4 * u * largest(lse, (2,)))
+
+
+def hook_error(q, k, *, softcap=0.0, alibi_slopes=None, **_):
+    """By what softcap and slopes may move the LSE further, each twice because the oracle errs by as much. u = 2^-24.
+
+    Softcap is a float32's tanh times the cap: at most 16 u of the cap, by the hardware's exponential and reciprocal
+    (2^-22 each) and three products. A bias is a slope times a distance below 2^24, rounded four times: 4 u of the
+    largest.
+    """
+    farthest = max(q.shape[1], k.shape[1])
+    slopes = q.new_zeros(()) if alibi_slopes is None else alibi_slopes
+    return 2 * 2.0**-24 * (16 * softcap + 4 * farthest * slopes.abs().float())
 
 
 def largest(x, dims):

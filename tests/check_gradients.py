@@ -106,13 +106,17 @@ def check(q, k, v, *, dout=None, dlse=None, wanted="qkv", attention=flash_attn_f
     return got
 
 
-def compare(gradients, q, k, v, *, dout=None, dlse=None, softmax_scale=None, causal=False, window_size=(-1, -1)):
-    """AssertionError where (dq, dk, dv), of which any may be None, are not the gradients within this file's bound."""
+def compare(
+    gradients, q, k, v, *, dout=None, dlse=None, softmax_scale=None, causal=False, window_size=(-1, -1), **hook
+):  # fmt: skip
+    """AssertionError where (dq, dk, dv), of which any may be None, are not the gradients within this file's bound.
+    ``hook``: softcap, sink, alibi_slopes, attention_chunk.
+    """
     for name, ours, x in zip(("dq", "dk", "dv"), gradients, (q, k, v), strict=True):
         place = ours is None or (ours.dtype, ours.shape, ours.device) == (x.dtype, x.shape, x.device)
         assert place, f"{name}: {ours.dtype} {tuple(ours.shape)}, expected {x.dtype} {tuple(x.shape)}"
     left, right = bounds(causal, window_size)
-    blind = Band(q.shape[1], k.shape[1], left, right).blind
+    blind = Band(q.shape[1], k.shape[1], left, right, hook.get("attention_chunk", 0)).blind
     assert gradients[0] is None or not gradients[0][:, :blind].any(), "dq: a row that sees no key must be exactly 0"
     if 0 in (q.shape[0], q.shape[1], k.shape[1]):
         assert not any(x is not None and x.any() for x in gradients), "no pair: gradients must be exactly 0"
@@ -122,8 +126,8 @@ def compare(gradients, q, k, v, *, dout=None, dlse=None, softmax_scale=None, cau
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     dout = q.new_zeros((*q.shape[:3], v.shape[-1])) if dout is None else dout
-    same, out = yardstick(q, k, v, dout, dlse, scale, left, right)
-    true = oracle(q, k, v, dout, dlse, scale, left, right, same_out=out)
+    same, out = yardstick(q, k, v, dout, dlse, scale, left, right, **hook)
+    true = oracle(q, k, v, dout, dlse, scale, left, right, same_out=out, **hook)
     for name, *these in zip(("dq", "dk", "dv"), gradients, same, true.gradients, true.moved, strict=True):
         if these[0] is not None:
             within(name, *these)
@@ -140,7 +144,7 @@ def within(name, ours, same, true, moved):
     assert error[worst] <= bound[worst], f"{name}: error {error[worst]:.3e} > bound {bound[worst]:.3e} in {place}"
 
 
-def yardstick(q, k, v, dout, dlse, scale, left, right):
+def yardstick(q, k, v, dout, dlse, scale, left, right, *, sink=None, alibi_slopes=None, **hook):
     """``((dq, dk, dv), out)`` of plain PyTorch in the inputs' dtype: autograd through reference.standard.
 
     One K/V head at a time with the query heads that read it: autograd keeps the scores of all heads it has seen.
@@ -150,7 +154,11 @@ def yardstick(q, k, v, dout, dlse, scale, left, right):
     for entry, head in itertools.product(range(q.shape[0]), range(heads_k)):
         batch, mine = slice(entry, entry + 1), (slice(head * group, (head + 1) * group), *[slice(head, head + 1)] * 2)
         leaves = leaves_of(*(x[batch, :, one] for x, one in zip((q, k, v), mine, strict=True)))
-        results = standard(*leaves, softmax_scale=scale, left=left, right=right)
+        of_head = {
+            "sink": None if sink is None else sink[mine[0]],
+            "alibi_slopes": None if alibi_slopes is None else slopes_of(alibi_slopes, q)[batch, mine[0]],
+        }
+        results = standard(*leaves, softmax_scale=scale, left=left, right=right, **of_head, **hook)
         arrived = [dout[batch, :, mine[0]], None if dlse is None else dlse[batch, mine[0]]]
         used = slice(None, 1 if dlse is None else None)
         got = torch.autograd.grad(results[used], leaves, arrived[used])
@@ -160,13 +168,23 @@ def yardstick(q, k, v, dout, dlse, scale, left, right):
     return found, out
 
 
-def oracle(q, k, v, dout, dlse, scale, left, right, *, same_out, dtype=torch.float32):
+def slopes_of(alibi_slopes, q):
+    """(batch, heads)"""
+    return alibi_slopes.expand(q.shape[0], q.shape[2])
+
+
+def oracle(
+    q, k, v, dout, dlse, scale, left, right, *, same_out, dtype=torch.float32, attention_chunk=0, softcap=0.0,
+    sink=None, alibi_slopes=None,
+):  # fmt: skip
     """The Oracle: gradients of softmax(scale * Q K^T) V and its LSE, by their formulas in ``dtype``.
 
     With P = softmax(S), O = P V and delta = rowsum(dO * O) - dLSE: dV = P^T dO, dS = P * (dO V^T - delta), dQ = scale
-    dS K, dK = scale dS^T Q (Dao et al. 2022, appendix B.2). Heads of a group add their dK and dV.
+    dS K, dK = scale dS^T Q (Dao et al. 2022, appendix B.2). Heads of a group add their dK and dV. With softcap, dS
+    times 1 - tanh^2.
     """
-    group, band = q.shape[2] // k.shape[2], Band(q.shape[1], k.shape[1], left, right)
+    group, band = q.shape[2] // k.shape[2], Band(q.shape[1], k.shape[1], left, right, attention_chunk)
+    distance = band.distance(range(q.shape[1]), range(k.shape[1]), q.device).abs().to(dtype)
     hidden = band.hidden(range(q.shape[1]), range(k.shape[1]), q.device)
     found, moved = (tuple(torch.zeros(x.shape, dtype=dtype, device=q.device) for x in (q, k, v)) for _ in range(2))
     for entry, head in itertools.product(range(q.shape[0]), range(q.shape[2])):
@@ -174,15 +192,21 @@ def oracle(q, k, v, dout, dlse, scale, left, right, *, same_out, dtype=torch.flo
         queries, gradient, keys, values = (
             x[place].to(dtype).contiguous() for x, place in ((q, at), (dout, at), (k, at_k), (v, at_k))
         )
-        scores = queries @ keys.mT * scale
+        scores, factor = queries @ keys.mT * scale, 1.0
+        if softcap:
+            capped = torch.tanh(scores / softcap)
+            scores, factor = softcap * capped, 1 - capped**2
+        if alibi_slopes is not None:
+            scores = scores - slopes_of(alibi_slopes, q)[entry, head].to(dtype) * distance
         if hidden is not None:
             scores = scores.masked_fill(hidden, -math.inf)
-        weights = torch.softmax(scores, -1)
+        logits = scores if sink is None else torch.cat((scores, sink[head].to(dtype).expand(len(scores), 1)), 1)
+        weights = torch.softmax(logits, -1)[:, : scores.shape[1]]
         weights[: band.blind] = 0  # softmax of a row without keys is NaN
         out = weights @ values
         from_lse = torch.zeros_like(out[:, :1]) if dlse is None else dlse[entry, head, :, None].to(dtype)
         delta = (gradient * out).sum(-1, keepdim=True) - from_lse
-        inner = weights * (gradient @ values.mT - delta)
+        inner = weights * (gradient @ values.mT - delta) * factor
         found[0][at] = scale * (inner @ keys)
         found[1][at_k] += scale * (inner.mT @ queries)
         found[2][at_k] += weights.mT @ gradient

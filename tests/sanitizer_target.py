@@ -44,6 +44,23 @@ BACKWARD = [
 ]  # fmt: skip
 
 
+# One of each way to score, and of chunks: options of both directions
+HOOKS = [
+    (Case(1, 150, 201, 2, 1, head_dim, head_dim, causal=causal), options)
+    for head_dim, causal, options in (
+        (64, False, {"softcap": 15.0}), (128, True, {"sink": torch.tensor([100.0, -3.0])}),
+        (128, True, {"alibi_slopes": torch.tensor([0.1, -0.02])}),
+        (256, False, {"alibi_slopes": torch.tensor([0.5, 0.1])}),
+        (128, False, {"attention_chunk": 70}), (256, True, {"attention_chunk": 40, "softcap": 5.0}),
+    )
+]  # fmt: skip
+
+
+def moved(options):
+    """The same options with their tensors there."""
+    return {name: value.cuda() if isinstance(value, torch.Tensor) else value for name, value in options.items()}
+
+
 def growing(q, k, v):
     """The same inputs with keys that grow from the last, which kernels visit first, to the first: the first head's rows
     outgrow their shift in every block, the second head's never.
@@ -71,6 +88,11 @@ def forward(one_cta):
         out, lse = check.run(*(x.cuda() for x in inputs), **case.options, plan=given, sm_margin=one_cta)
         check.compare(out.cpu(), lse.cpu(), *inputs, **case.options)
         print("right:", case.name, flush=True)
+    for case, hook in HOOKS:
+        inputs = growing(*case.inputs())
+        out, lse = check.run(*(x.cuda() for x in inputs), **case.options, **moved(hook), sm_margin=one_cta)
+        check.compare(out.cpu(), lse.cpu(), *inputs, **case.options, **hook)
+        print("right:", case.name, *hook, flush=True)
 
 
 def backward(one_cta):
@@ -82,6 +104,13 @@ def backward(one_cta):
         gradients = check_gradients.run(*(x.cuda() for x in inputs), **on_gpu, **case.options, **how)
         check_gradients.compare([x.cpu() for x in gradients], *inputs, **arrived, **case.options)
         print("right:", case.name, flush=True)
+    for case, hook in HOOKS:
+        inputs = case.inputs()
+        dout, _ = check_gradients.arriving(inputs[0], inputs[2])
+        given = case.options | moved(hook) | {"sm_margin": one_cta}
+        gradients = check_gradients.run(*(x.cuda() for x in inputs), dout=dout.cuda(), **given)
+        check_gradients.compare([x.cpu() for x in gradients], *inputs, dout=dout, **case.options, **hook)
+        print("right:", case.name, *hook, flush=True)
 
 
 def plant():

@@ -97,8 +97,8 @@ class Replacements:
             },
             "backward_role_products": {"make_role_products": self.make_role_products},
             "backward_scores": {
-                "first_queries_of": self.first_queries_of,
-                "query_limits": lambda first_queries, first: first_queries - first,
+                "own_keys": self.own_keys,
+                "query_limits": lambda limits, first: (limits.firsts - first, limits.ends, first),
                 "own_statistics": self.own_statistics,
                 "exponentiate": self.exponentiate,
                 "differentiate": lambda dp, p, delta: dp.write(p.read() * (dp.read() - delta)),
@@ -242,20 +242,26 @@ class Replacements:
             k_transposed=k.operand(),
         )  # fmt: skip
 
-    def first_queries_of(self, band, first_key, *lengths):
-        return np.array([[band.first_query(first_key + row, *lengths)] for row in range(WARP_ROWS)])
+    def own_keys(self, band, hook, first_key, seqlen_q, seqlen_k, run):
+        keys, lengths = range(first_key, first_key + WARP_ROWS), (seqlen_q, seqlen_k)
+        firsts = np.array([[band.first_query(key, *lengths, run.right)] for key in keys])
+        ends = np.array([[band.end_query(key, *lengths, run.left)] for key in keys]) if band.left_bound else None
+        limits = SimpleNamespace(firsts=firsts, ends=ends)
+        return SimpleNamespace(first_queries=limits, begin_head=lambda *_: None)
 
     def own_statistics(self, rows, first, queries):
         self.simulation.point()
         return rows[0, first : first + queries].copy()
 
-    def exponentiate(self, scores, lse, limits, scale, sides, width, polynomials=0, dtype=None):
-        exponents = scores.read() * scale - lse
+    def exponentiate(self, scores, lse, limits, run, sides, width, *hook):
+        exponents = scores.read() * run.scale_log2 - lse
         columns = np.arange(exponents.shape[1])
+        firsts, ends, first = limits
         if sides.right:
-            exponents = np.where(columns >= limits, exponents, -math.inf)
+            exponents = np.where(columns >= firsts, exponents, -math.inf)
         if sides.left:
-            exponents = np.where(columns < limits + width, exponents, -math.inf)
+            ends = firsts + width if width is not None else ends - first
+            exponents = np.where(columns < ends, exponents, -math.inf)
         scores.write(np.exp2(exponents))
 
     def read_turn(self, turn):
@@ -274,6 +280,9 @@ class Replacements:
             lse, delta = (np.array([getattr(each, name) for each in found]) for name in ("lse", "delta"))
             limits = np.array([np.reshape(each.keys.limits, 1) for each in found])
             keys = found[0].keys
+            if hasattr(keys, "firsts"):  # in chunks
+                firsts = np.array([np.reshape(each.keys.firsts, 1) for each in found])
+                return type(found[0])([lse], [delta], type(keys)([firsts], [limits]))
             keys = keys._replace(limits=[limits] if keys.end is None else limits)
             return type(found[0])([lse], [delta], keys)
 

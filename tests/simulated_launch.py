@@ -27,6 +27,7 @@ class Shape:
     section: int
     split: int = 1  # parts of a group
     left: int | None = None  # only with a right bound
+    chunk: int | None = None  # only with both
 
     @property
     def heads(self):
@@ -53,6 +54,9 @@ class Problem:
         distance -= shape.seqlen_k - shape.seqlen_q
         seen = distance <= (shape.right if shape.bounded else shape.seqlen_q)
         seen &= distance >= -(shape.seqlen_k if shape.left is None else shape.left)
+        if shape.chunk is not None:
+            keys = np.arange(shape.seqlen_k)
+            seen &= keys // shape.chunk == (keys - distance) // shape.chunk
         scores = np.where(seen, np.einsum("bqhd,bkhd->bhqk", self.q, k) * SCALE_LOG2, -np.inf)
         total = np.exp2(scores).sum(-1)
         self.lse = np.log2(total, out=np.full_like(total, np.inf), where=total > 0)
@@ -105,7 +109,12 @@ class Launch:
         return self.kernels["schedule"].TileQueue(self.counter, Memory(np.full(slots, -2)), pipe, self.table)
 
     def band(self, config):
-        return self.kernels["blocks"].Band(config.tile_n, config.right_bound, config.left_bound, config.packed)
+        return self.kernels["chunks"].make_band(config)
+
+    def bounds(self, config):
+        """(right, left) as the band takes them."""
+        shape = self.problem.shape
+        return self.kernels["chunks"].make_bounds(config, shape.right or 0, shape.left, shape.chunk)
 
     def run(self):
         self.simulation.run()
@@ -117,7 +126,8 @@ def run_queries(problem, seed, edits=(), head_dim=256):
     launch, shape = Launch(problem, seed, edits), problem.shape
     kernels = launch.kernels
     bounds = shape.bounded, shape.left is not None
-    config = kernels["query_config"].QueryConfig("bfloat16", head_dim, head_dim, *bounds, problem.packed)
+    hook = {"packed": problem.packed, "chunked": shape.chunk is not None}
+    config = kernels["query_config"].QueryConfig("bfloat16", head_dim, head_dim, *bounds, **hook)
     schedule = kernels["schedule"].Schedule(config.tile_m, config.dynamic, descending=config.dynamic)
     if problem.packed:
         schedule = kernels["packed_schedule"].PackedSchedule()
@@ -128,7 +138,7 @@ def run_queries(problem, seed, edits=(), head_dim=256):
     class_of_consumer.make_products = launch.replacements.make_query_products
     producer = kernels["query_load"].QueryProducer(config, band, schedule, launch.boxes)
     consumer = class_of_consumer(config, None, band, schedule, WARPGROUP_ROWS)
-    run = kernels["args"].RunTime(SCALE_LOG2, shape.right or 0, shape.left, shape.section, 1)
+    run = kernels["args"].RunTime(SCALE_LOG2, *launch.bounds(config), shape.section, 1)
     tensors = [Tensor(x) for x in (problem.q, problem.do, problem.k, problem.v)]
     rows, dq = Memory(problem.statistics(WARPGROUP_ROWS).swapaxes(1, 2)), Memory(np.full_like(problem.q, np.nan))
     stages = ((2, HEAD_DIM), (2, HEAD_DIM_V), (config.stages, HEAD_DIM), (config.value_stages, HEAD_DIM_V))
@@ -156,7 +166,9 @@ class KeysLaunch(Launch):
         shape, kernels = problem.shape, self.kernels
         split = shape.split > 1
         options = (tile_m, 2, deterministic, split, split_tail, 0, 0, shape.left is not None, problem.packed)
-        self.config = config = kernels["config"].BackwardConfig("bfloat16", *head_dims, shape.bounded, *options)
+        self.config = config = kernels["config"].BackwardConfig(
+            "bfloat16", *head_dims, shape.bounded, *options, chunked=shape.chunk is not None
+        )
         self.band = self.band(config)
         self.work = kernels["backward_work"]
         order = config.descending, config.turns
@@ -167,7 +179,7 @@ class KeysLaunch(Launch):
             self.table = problem.table(config, self.simulation.chance, keys=True, **together)
         rows = problem.statistics(tile_m)
         self.steps, self.tiles = rows.shape[1], -(-shape.seqlen_k // config.tile_n)
-        scalars = SCALE_LOG2, SCALE, shape.right or 0, shape.left, shape.section * shape.split
+        scalars = SCALE_LOG2, SCALE, *self.bounds(config), shape.section * shape.split
         scalars = *scalars, shape.heads_k * shape.split
         self.all_tiles = self.tiles * shape.heads_k * shape.split * shape.batch
         self.run_time = kernels["args"].BackwardRunTime(*scalars, *self.tail(), 1)

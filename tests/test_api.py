@@ -252,14 +252,14 @@ class Launches:
     def __init__(self):
         self.prepared, self.executed, self.wanted = [], [], []
 
-    def prepare(self, problem, *tensors, **options):
+    def prepare(self, problem, *tensors, sink=None, **options):
         self.prepared.append((problem, tensors, options))
         recipe = self.Number(len(self.prepared))
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             recipe.gradients = "gradients"
         return recipe
 
-    def execute(self, recipe, *tensors, want_lse):
+    def execute(self, recipe, *tensors, sink=None, alibi_slopes=None, want_lse):
         self.executed.append((recipe, tensors))
         self.wanted.append(want_lse)
         return "out", "lse"
@@ -362,8 +362,8 @@ def test_a_refused_call_is_refused_again(launches):
     q, k, v = fakes()
     flash_attn_func(q, k, v)
     for _ in range(2):
-        with pytest.raises(NotImplementedError, match="softcap"):
-            flash_attn_func(q, k, v, softcap=2.0)
+        with pytest.raises(NotImplementedError, match="num_splits"):
+            flash_attn_func(q, k, v, num_splits=2)
         with pytest.raises(ValueError, match="out must have shape"):
             flash_attn_func(q, k, v, out=fakes(batch=1)[0])
     assert len(launches.prepared) == 1

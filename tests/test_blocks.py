@@ -4,7 +4,7 @@ split: the kernels' own arithmetic, compiled for the CPU, against the visibility
 
 import functools
 import itertools
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from cutlass.cute.runtime import from_dlpack
 
 from hopper_fa3.kernels.args import BackwardRunTime, RunTime
 from hopper_fa3.kernels.blocks import NO_QUERY, Band, KeyBlocks, QueryBlocks
+from hopper_fa3.kernels.chunks import ChunkedBand, Reach
 from hopper_fa3.kernels.schedule import Schedule
 
 TILE_N = 8  # keys; small, so that few positions have every relation to it
@@ -42,17 +43,40 @@ def evaluated(function, inputs, width):
     return [tuple(row) for row in found.tolist()]
 
 
+@dataclass(frozen=True)
+class Chunks(ChunkedBand):
+    """ChunkedBand of one chunk size, which takes bounds as Band does."""
+
+    size: int = 1
+
+    def key_limit(self, row, seqlen_q, seqlen_k, right):
+        return ChunkedBand.key_limit(self, row, seqlen_q, seqlen_k, self.reach(right))
+
+    def first_key(self, row, seqlen_q, seqlen_k, left):
+        return ChunkedBand.first_key(self, row, seqlen_q, seqlen_k, self.reach(left))
+
+    def first_query(self, key, seqlen_q, seqlen_k, right):
+        return ChunkedBand.first_query(self, key, seqlen_q, seqlen_k, self.reach(right))
+
+    def end_query(self, key, seqlen_q, seqlen_k, left):
+        return ChunkedBand.end_query(self, key, seqlen_q, seqlen_k, self.reach(left))
+
+    def reach(self, bound):
+        return Reach(bound, cutlass.Int32(self.size))
+
+
 BOUNDS = {"dense": (False, False), "causal": (True, False), "window": (True, True)}  # right, left
+CHUNKS = {"chunks of 3": 3, "chunks of a block": 8, "chunks of 13": 13}
 
 
-@pytest.fixture(params=BOUNDS)
+@pytest.fixture(params=[*BOUNDS, *CHUNKS])
 def band(request):
     return band_of(request.param)
 
 
 @functools.cache
 def band_of(name):
-    return Band(TILE_N, *BOUNDS[name])
+    return Chunks(TILE_N, True, True, CHUNKS[name]) if name in CHUNKS else Band(TILE_N, *BOUNDS[name])
 
 
 def problems(band):
@@ -73,6 +97,10 @@ def visible(band, seqlen_q, seqlen_k, right, left):
     """Bool (seqlen_q, seqlen_k), by the visibility rule."""
     distance = torch.arange(seqlen_k)[None] - (torch.arange(seqlen_q)[:, None] + seqlen_k - seqlen_q)
     seen = distance <= right if band.right_bound else torch.ones_like(distance, dtype=torch.bool)
+    if band.chunked:
+        keys = torch.arange(seqlen_k)
+        behind = keys // band.size - (keys - distance) // band.size
+        seen = seen & (behind == 0 if band.left_bound else behind <= 0)
     return seen & (distance >= -left) if band.left_bound else seen
 
 
@@ -114,7 +142,10 @@ def test_the_queries_that_see_a_key(band):
 
     def of_key(key, seqlen_q, seqlen_k, right, left):
         first = band.first_query(key, seqlen_q, seqlen_k, right)
-        return first, first + band.width(run_time(right, left)) if band.left_bound else cutlass.Int32(NO_QUERY)
+        width = band.width(run_time(right, left))
+        if width is None and band.left_bound:
+            return first, band.end_query(key, seqlen_q, seqlen_k, left)
+        return first, first + width if band.left_bound else cutlass.Int32(NO_QUERY)
 
     answers = evaluated(of_key, asked, 2)
     seen = {each: visible(band, *each).T.tolist() for each in problems(band)}

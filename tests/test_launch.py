@@ -136,9 +136,9 @@ class Kernel:
     def __init__(self):
         self.calls = []
 
-    def __call__(self, q, k, v, out, lse, counter, *scalars):
+    def __call__(self, q, k, v, out, lse, sink, slopes, counter, *scalars):
         assert all(launch.tma_reads(x) for x in (q, k, v, out)) and lse.is_contiguous()
-        self.calls.append((q, k, v, out, lse, counter, scalars))
+        self.calls.append((q, k, v, out, lse, sink, slopes, counter, scalars))
         out.copy_(torch.arange(out.numel()).reshape(out.shape) % 251)
         lse.fill_(7.0)
 
@@ -171,12 +171,33 @@ def test_what_a_kernel_is_launched_with(kernel):
     (*_, counter, scalars), (*_, none, dense) = kernel.calls
     assert (counter, scalars) == (
         "counter",
-        (launch.scale_log2(-0.5), 3, None, 8, 2 * 4 * 2, 1),
+        (launch.scale_log2(-0.5), None, 3, None, None, 8, 2 * 4 * 2, 1),
     )  # tiles of 192 queries
-    assert (none, dense) == (None, (launch.scale_log2(0.25), 299, None, 1, 32, 0))  # 40 tiles of 64 queries, 32 SMs
+    # 40 tiles of 64 queries, 32 SMs
+    assert (none, dense) == (None, (launch.scale_log2(0.25), None, 299, None, None, 1, 32, 0))
     assert [static.right_bound for static, _ in kernel.asked] == [True, False]
     assert kernel.asked[1][1] == Plan(64, 128, pingpong=False)
     assert kernel.calls[0][:3] == (q, k, v)
+
+
+def test_what_a_score_hook_is_launched_with(kernel):
+    q, k, v = tensors(seqlen_q=300, seqlen_k=310)
+    sink, slopes = torch.ones(4, dtype=torch.bfloat16), torch.ones(8)[::2]
+    hook = {"sink": sink, "alibi_slopes": slopes}
+    launch.execute(prepared(q, k, v, softmax_scale=-0.5, softcap=2.0, **hook), q, k, v, **hook)
+    (*_, sinks, per_head, _, scalars) = kernel.calls[0]
+    assert (sinks.dtype, sinks.tolist()) == (torch.float32, [1.0] * 4)
+    assert (per_head.shape, per_head.stride(), per_head.data_ptr()) == ((2, 4), (0, 2), slopes.data_ptr())
+    # What score.py makes of a product is a number times -2 cap log2(e), whatever the sign of the scale
+    assert scalars[:2] == pytest.approx((-4 * math.log2(math.e), -0.5 * math.log2(math.e)))
+    static, _ = kernel.asked[0]
+    assert (static.softcap, static.sink, static.alibi, static.negative_scale) == (True, True, "distance", False)
+    launch.execute(prepared(q, k, v, attention_chunk=7), q, k, v)
+    launch.execute(prepared(*tensors(seqlen_q=320, seqlen_k=310), causal=True, attention_chunk=2**40), q, k, v)
+    assert [call[-1][2:5] for call in kernel.calls[1:]] == [(299, 310, 7), (0, 310, 2**30)]
+    for scale in (0.0, 1.0, -(2.0**120)):
+        tiny = Problem.from_tensors(q, k, v, softmax_scale=scale, softcap=2.0**-126)
+        assert all(torch.tensor(launch.scales(tiny), dtype=torch.float32).isfinite())
 
 
 @pytest.mark.parametrize("want_lse", [True, False])

@@ -12,11 +12,14 @@ from hopper_fa3 import launch, launch_backward, ops, plan
 from hopper_fa3.problem import BackwardStatic, Problem
 
 NAMES = (
-    "q", "k", "v", "out", "lse", "do", "dlse", "dq", "dk", "dv", "rows", "sums", "turns", "dk_parts", "dv_parts",
-    "counter", "scale_log2", "scale", "right", "left", "section", "head_parts", "whole_tiles", "tile_parts", "ctas",
-    "query_section", "query_ctas", "fills_idle_sms",
+    "q", "k", "v", "out", "lse", "do", "dlse", "slopes", "dq", "dk", "dv", "rows", "sums", "turns", "dk_parts",
+    "dv_parts", "counter", "scale_log2", "scale", "cap_factor", "right", "left", "chunk", "section", "head_parts",
+    "whole_tiles", "tile_parts", "ctas", "query_section", "query_ctas", "fills_idle_sms",
 )  # fmt: skip
-FORWARD = ("q", "k", "v", "out", "lse", "counter", "scale_log2", "right", "left", "section", "ctas", "fills_idle_sms")
+FORWARD = (
+    "q", "k", "v", "out", "lse", "sink", "slopes", "counter", "scale_log2", "cap_factor", "right", "left", "chunk",
+    "section", "ctas", "fills_idle_sms",
+)  # fmt: skip
 
 
 class Kernels:
@@ -44,6 +47,7 @@ class Kernels:
         self.calls.append(got)
         for value, gradient in enumerate((got.dq, got.dk, got.dv), 1):
             gradient.fill_(value)
+        got.rows.fill_(1.0)
 
 
 @pytest.fixture
@@ -74,14 +78,15 @@ def results(q, v):
 def execute(q, k, v, *, dout=None, dlse=None, deterministic=False, sm_margin=0, **options):
     recipe = launch.GradientRecipe(Problem.from_tensors(q, k, v, **options), deterministic, sm_margin, {})
     out, lse, *_ = results(q, v)
-    return launch_backward.execute(recipe, q, k, v, out, lse, dout, dlse)
+    return launch_backward.execute(recipe, q, k, v, out, lse, dout, dlse)[:3]
 
 
 def test_what_the_kernels_are_launched_with(kernels):
     q, k, v = inputs(heads=2)
     out, lse, dout, dlse = results(q, v)
     problem = Problem.from_tensors(q, k, v, softmax_scale=-0.5, window_size=(-1, 3))
-    gradients = launch_backward.execute(launch.GradientRecipe(problem, False, 0, {}), q, k, v, out, lse, dout, dlse)
+    recipe = launch.GradientRecipe(problem, False, 0, {})
+    *gradients, dsink = launch_backward.execute(recipe, q, k, v, out, lse, dout, dlse)
     (got,) = kernels.calls
     given = {"q": q, "k": k, "v": v, "out": out, "lse": lse, "do": dout, "dlse": dlse}
     assert all(getattr(got, name) is tensor for name, tensor in given.items())
@@ -94,6 +99,7 @@ def test_what_the_kernels_are_launched_with(kernels):
     # 3 K/V tiles of 2 heads of 2 batches; all heads fit in L2
     assert (got.scale_log2, got.scale, got.right) == (launch.scale_log2(-0.5), -0.5, 3)
     assert (got.section, got.head_parts, got.ctas) == (4, 2, 12)
+    assert (dsink, got.slopes, got.cap_factor) == (None, None, None)
     assert kernels.asked == [(BackwardStatic("bfloat16", 64, 64, True, True, False), plan.BackwardPlan(128))]
 
 
@@ -255,7 +261,7 @@ class Summed:
         self.inputs = [x.requires_grad_(needed) for x, needed in zip(inputs(), wanted, strict=True)]
         problem = Problem.from_tensors(*self.inputs)
         recipe = launch.prepare(problem, *self.inputs, **options)
-        self.apply = functools.partial(ops.Attention.apply, *self.inputs, recipe)
+        self.apply = functools.partial(ops.Attention.apply, *self.inputs, None, None, recipe)
         self.recipe = recipe
 
 

@@ -31,15 +31,15 @@ def tensors(device="cpu", dtype=torch.bfloat16, **numbers):
 # Facts of a legal call on each device, in the plain values of the table.
 LEGAL = {
     "device": "cpu", "architecture": None, "dtype": "bfloat16", "head_dim": 64, "head_dim_v": 64, "seqlen_q": 5,
-    "seqlen_k": 7, "tiles": 8, "sm_margin": 0, "remaining_sms": None, "num_splits": 1, "pack_gqa": None,
-    "attention_chunk": 0, "softcap": 0.0, "qv": None, "q_descale": None, "k_descale": None, "v_descale": None,
+    "seqlen_k": 7, "tiles": 8, "sm_margin": 0, "remaining_sms": None, "left": None, "num_splits": 1, "pack_gqa": None,
+    "attention_chunk": 0, "softcap": 0.0, "large_softcap": None, "qv": None, "q_descale": None, "k_descale": None,
+    "v_descale": None,
     "sink": None, "alibi_slopes": None, "score": None, "mask": None, "block_mask": None, "out": None,
     "slopes_gradient": False, "requires_grad": False, "tangent": False, "packed": False, "total_q": 5, "total_k": 7,
     "sequences": 3, "packed_tiles_q": 12, "packed_tiles_k": 12, "page_table": None,
 }  # fmt: skip
 CUDA = {"device": "cuda", "architecture": "sm_90", "remaining_sms": SMS}
 GRAD = {"requires_grad": True}
-CHUNK = "attention_chunk must be 0 on CUDA where it hides a key (not built yet)"
 SLOPES = "alibi_slopes must not require grad (their gradient is not built)"
 SOFTCAP = "softcap must be 0 (none), or from 2**-126 to below 2**127"
 DIMS = "must be a multiple of 8 and at most 256"
@@ -74,12 +74,9 @@ ROWS = (
      "num_splits must be 0 or 1 (splitting is not built yet), got 4"),
     ("pack_gqa", {"pack_gqa": True}, NotImplementedError,
      "pack_gqa must be None or False (packing is not built yet), got True"),
-    ("attention_chunk", CUDA | {"attention_chunk": 64}, NotImplementedError, f"{CHUNK}, got 64"),
-    ("softcap", CUDA | {"softcap": 15.0}, NotImplementedError,
-     "softcap must be 0.0 on CUDA (not built yet), got 15.0"),
+    ("large_softcap", CUDA | {"large_softcap": 1025.0}, ValueError, "softcap must be at most 1024 on CUDA, got 1025.0"),
     *((name, CUDA | {name: torch.ones(2)}, NotImplementedError,
-       f"{name} must be None on CUDA (not built yet), got Tensor")
-      for name in ("sink", "alibi_slopes", "score", "mask")),
+       f"{name} must be None on CUDA (not built yet), got Tensor") for name in ("score", "mask")),
     *((name, CUDA | {"packed": True, name: given}, NotImplementedError,
        f"{name} must be {legal} for packed sequences on CUDA (not built yet), got {given}")
       for name, given, legal in (("attention_chunk", 64, 0), ("softcap", 15.0, 0.0))),
@@ -226,8 +223,9 @@ def test_a_call_with_an_illegal_option(options, error, message):
 
 def test_every_option_that_is_not_built_is_refused_by_a_call():
     unbuilt = {row.fact for row in ILLEGAL if row.error is NotImplementedError}
-    # Facts that are no options, and one that only packed calls have
-    others = {"slopes_gradient": "alibi_slopes", "tangent": None, "page_table": None}
+    # Facts that are no options, and those that only packed calls have
+    only_packed = dict.fromkeys(("attention_chunk", "softcap", "sink", "page_table"))
+    others = {"slopes_gradient": "alibi_slopes", "tangent": None, **only_packed}
     options = {others.get(fact, fact) for fact in unbuilt} - {None}
     calls = [(options, error) for options, error, _ in CALLS] + [(options, error) for _, options, error, _ in ON_CUDA]
     assert options <= {next(iter(given)) for given, error in calls if given and error is NotImplementedError}
@@ -391,7 +389,7 @@ def test_static_holds_classes_and_presence(hopper):
         windowed = Problem.from_tensors(*tensors("cuda"), window_size=window)
         assert windowed.static == Static("bfloat16", 64, 64, True, True, False)
         assert windowed.backward_static(True, False) == BackwardStatic("bfloat16", 64, 64, True, True, False, True)
-        assert windowed.kernel_bounds == (right, 3)
+        assert windowed.kernel_bounds == (right, 3, None)
     assert hash(half.static) == hash(Static(*half.static)) and half.static != shifted.static
 
 
@@ -406,12 +404,8 @@ ON_CUDA = (
     ({}, {"sm_margin": 132}, ValueError, "the device's SMs minus sm_margin must be at least 1, got 0"),
     ({}, {"sm_margin": 1.0}, ValueError, "sm_margin must be an integer of at least 0, got 1.0"),
     ({}, {"plan": Plan(100, 128)}, ValueError, "tile_m must be 64, 128 or 192, got 100"),
-    ({}, {"attention_chunk": 3}, NotImplementedError, f"{CHUNK}, got 3"),
-    ({}, {"softcap": 15.0}, NotImplementedError, "softcap must be 0.0 on CUDA (not built yet), got 15.0"),
+    ({}, {"softcap": 1025}, ValueError, "softcap must be at most 1024 on CUDA, got 1025.0"),
     ({}, {"softcap": -1.0}, ValueError, f"{SOFTCAP}, got -1.0"),
-    ({}, {"sink": (4,)}, NotImplementedError, "sink must be None on CUDA (not built yet), got FakeTensor"),
-    ({}, {"alibi_slopes": (2, 4)}, NotImplementedError,
-     "alibi_slopes must be None on CUDA (not built yet), got FakeTensor"),
     ({}, {"score": ScoreHook("a", max, cpu=max)}, NotImplementedError,
      "score must be None on CUDA (not built yet), got ScoreHook"),
     ({}, {"mask": MaskHook("a", max, max)}, NotImplementedError,

@@ -18,6 +18,15 @@ def of_windows(run, problem, seed, edits=()):
     run(Problem(replace(problem.shape, right=right, left=left), seed), seed, edits)
 
 
+def of_chunks(run, problem, seed, edits=()):
+    """A launch for the same sizes in chunks, within both bounds."""
+    chance = random.Random(seed)
+    left = chance.choice((30, problem.shape.seqlen_k))
+    right = problem.shape.seqlen_q - 1 if problem.shape.right is None else problem.shape.right
+    chunk = chance.choice((16, 50, 64, 150))
+    run(Problem(replace(problem.shape, right=right, left=left, chunk=chunk), seed), seed, edits)
+
+
 LENGTHS = (1, 7, 63, 64, 65, 128, 130, 200, 257)
 SEEDS = range(12)
 KINDS = {
@@ -39,6 +48,11 @@ KINDS = {
 }
 # The same with a left bound, where there is a right one
 KINDS |= {f"{kind}, window": partial(of_windows, run) for kind, run in KINDS.items() if "tail" not in kind}
+# In chunks, a kind of each way to mask
+KINDS |= {
+    f"{kind}, chunks": partial(of_chunks, KINDS[kind])
+    for kind in ("queries", "roles", "early sums, in order", "wide", "late sums")
+}
 # Faults, each a change in a kernel's text: {name: (kind, module, text, text instead)}
 FAULTS = {
     "an arrival is left out": (

@@ -9,12 +9,12 @@ import time
 from pathlib import Path
 
 import pytest
-from sanitizer_target import BACKWARD, FORWARD
+from sanitizer_target import BACKWARD, FORWARD, HOOKS
 
 FOUND = 9  # exit status of the tool when it has found something
 LIMIT = 240  # seconds
 TOOLS = ("memcheck", "racecheck", "synccheck")
-LAUNCHES = {"forward": len(FORWARD), "backward": len(BACKWARD)}
+LAUNCHES = {"forward": len(FORWARD) + len(HOOKS), "backward": len(BACKWARD) + len(HOOKS)}
 RUNS = [(tool, what) for tool in TOOLS for what in LAUNCHES] + [("memcheck", "plant")]
 CLEAN = re.compile(r"ERROR SUMMARY: 0 errors|RACECHECK SUMMARY: 0 hazards")
 

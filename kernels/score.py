@@ -1,0 +1,185 @@
+"""The score hook: from products of queries and keys to what the softmax takes, on registers in place, before masks."""
+
+import struct
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+
+LOG2_E = 1.4426950408889634
+# exp(2 x) in base 2 may reach this: there tanh(x) is 1 in float32, and the product of four is finite
+LARGEST_POWER = 30.0
+SHARED = 4  # elements of a row that share a reciprocal
+ROWS_APART = 8  # the two rows of a WGMMA accumulator that one thread holds
+SIGN = -(2**31)
+
+
+class Bias(NamedTuple):
+    """ALiBi's bias of a thread's (2 rows, columns) of a block."""
+
+    at: cute.Tensor  # slope times (key - diagonal) of each row's first element
+    step: Float32  # slope, or where columns are queries minus slope
+    sign: Int32 | None  # SIGN where the slope is positive, else 0; None where the bias is linear
+
+
+@dataclass(frozen=True)
+class ScoreHook:
+    """``softcap``: a score is ``cap * tanh(x / cap)``, by one exponential and one reciprocal. With ``r = 1 / (1 + exp(2
+    x / cap))`` it is ``cap - 2 cap r``. A product becomes r; ``scale_log2``, with which it is multiplied then, is -2
+    cap log2(e), and the constant, the same for all keys, is brought back where the LSE needs it. The hardware's tanh is
+    right to 2^-11 only: at a cap of 15 the LSE would be off by 0.007.
+
+    ``alibi``: ``-slope * |key - diagonal|`` is added (Press et al. 2022). "linear" where no query sees a key behind its
+    diagonal, so that there is no absolute value to take, else "distance". The result is the exponent itself, in base 2.
+    In place, because as a term of the exponent the compiler makes it outside of loops, in registers that are not there.
+    """
+
+    softcap: bool
+    alibi: str | None
+
+    @classmethod
+    def of(cls, config):
+        """That of a kernel's configuration."""
+        return cls(config.softcap, config.alibi)
+
+    def scale(self, run):
+        """With what the softmax multiplies the results."""
+        return Float32(1.0) if self.alibi else run.scale_log2
+
+    def negative(self, negative_scale: bool) -> bool:
+        """Whether that is negative; ``negative_scale``: of the problem."""
+        return not self.alibi and (self.softcap or negative_scale)
+
+    @cute.jit
+    def apply(self, scores: cute.Tensor, bias: Bias | None, run, shared: cutlass.Constexpr[bool]):
+        """Products (2 rows, columns) in place. ``shared``: four of a row share one reciprocal, by three products more:
+        the special-function unit is what the time goes into. A NaN of one then reaches the four, so all must be of keys
+        that the row sees.
+        """
+        if const_expr(self.softcap):
+            cap(scores, run.cap_factor, shared)
+        if const_expr(self.alibi):
+            add_bias(scores, bias, run.scale_log2)
+
+    @cute.jit
+    def exponent(
+        self,
+        score: Float32,
+        bias: Bias | None,
+        row: cutlass.Constexpr[int],
+        column: cutlass.Constexpr[int],
+        run,
+        less: Float32,
+    ) -> Float32:
+        """Of one product, capped where there is a softcap, reduced by ``less``."""
+        if const_expr(not self.alibi):
+            return score * run.scale_log2 - less
+        return add_term(score, run.scale_log2, bias, row, column) - less
+
+    @cute.jit
+    def slope(self, run, batch: Int32, head: Int32):
+        """ALiBi's slope of a head, in base 2; or None."""
+        if const_expr(not self.alibi):
+            return None
+        return run.slopes[batch, head] * Float32(LOG2_E)
+
+    @cute.jit
+    def bias(
+        self, slope: Float32, distance: Int32, score: Float32, transposed: cutlass.Constexpr[bool] = False
+    ) -> Bias:
+        """The Bias of a block. ``distance``: key - diagonal of the thread's first element, ``score``: any of its
+        products; ``transposed``: rows are keys, and columns queries.
+        """
+        distance = known_with(score, distance)
+        at = cute.make_rmem_tensor(2, Float32)
+        for row in cutlass.range_constexpr(2):
+            at[row] = slope * (distance + (ROWS_APART if transposed else -ROWS_APART) * row).to(Float32)
+        sign = None if const_expr(self.alibi == "linear") else cutlass.select_(slope < 0, Int32(0), Int32(SIGN))
+        return Bias(at, -slope if const_expr(transposed) else slope, sign)
+
+
+def cap_constant(scale_log2: Float32) -> Float32:
+    """What the exponents lack with softcap: cap log2(e)."""
+    return scale_log2 * Float32(-0.5)
+
+
+@cute.jit
+def cap(scores: cute.Tensor, factor: Float32, shared: cutlass.Constexpr[bool]):
+    """Products to r. ``factor``: 2 log2(e) softmax scale / cap."""
+    for row in cutlass.range_constexpr(cute.size(scores, mode=[0])):
+        for first in cutlass.range_constexpr(0, cute.size(scores, mode=[1]), SHARED):
+            sums = [power_and_one(scores[row, first + index] * factor) for index in range(SHARED)]
+            inverses = shared_reciprocals(sums) if shared else [cute.arch.rcp_approx(each) for each in sums]
+            for index in cutlass.range_constexpr(SHARED):
+                scores[row, first + index] = inverses[index]
+
+
+@cute.jit
+def derivative(capped: Float32, probability: Float32) -> Float32:
+    """A probability times the derivative of its score by the product's: 1 - tanh^2 = 4 r (1 - r), of r = ``capped``."""
+    four = capped * Float32(4.0)
+    return probability * (four - four * capped)
+
+
+@cute.jit
+def power_and_one(exponent: Float32) -> Float32:
+    """1 + 2^exponent, at most 1 + 2^LARGEST_POWER; NaN stays NaN."""
+    bounded = cute.arch.inline_ptx(
+        f"min.NaN.f32 {{$w0}}, {{$r0}}, {literal(LARGEST_POWER)};",
+        write_only_types=[Float32],
+        read_only_args=[exponent],
+    )
+    return cute.math.exp2(bounded, fastmath=True) + Float32(1.0)
+
+
+def shared_reciprocals(values):
+    """1 / each of four values, by one reciprocal."""
+    a, b, c, d = values
+    ab, cd = a * b, c * d
+    inverse = cute.arch.rcp_approx(ab * cd)
+    of_ab, of_cd = inverse * cd, inverse * ab
+    return of_ab * b, of_ab * a, of_cd * d, of_cd * c
+
+
+@cute.jit
+def add_bias(scores: cute.Tensor, bias: Bias, scale_log2: Float32):
+    """Products to exponents."""
+    for row in cutlass.range_constexpr(cute.size(scores, mode=[0])):
+        for column in cutlass.range_constexpr(cute.size(scores, mode=[1])):
+            scores[row, column] = add_term(scores[row, column], scale_log2, bias, row, column)
+
+
+@cute.jit
+def add_term(
+    score: Float32, scale_log2: Float32, bias: Bias, row: cutlass.Constexpr[int], column: cutlass.Constexpr[int]
+) -> Float32:
+    """The exponent of one element. In PTX: the compiler would move what does not depend on the score out of loops, into
+    registers that are not there.
+    """
+    columns = float(8 * (column // 2) + column % 2)
+    absolute = "" if const_expr(bias.sign is None) else " lop3.b32 e, e, 0x7fffffff, {$r4}, 0xEA;"
+    return cute.arch.inline_ptx(
+        f"{{ .reg .b32 e; fma.rn.f32 e, {{$r2}}, {literal(columns)}, {{$r3}};{absolute}"
+        " fma.rn.f32 {$w0}, {$r0}, {$r1}, e; }",
+        write_only_types=[Float32],
+        read_only_args=[score, scale_log2, bias.step, bias.at[row]] + ([] if bias.sign is None else [bias.sign]),
+    )
+
+
+@cute.jit
+def known_with(score: Float32, number: Int32) -> Int32:
+    """The number, of which the compiler does not know that it is there before the score is: else it makes a block's
+    terms while the product runs, or keeps them for when the block is done again, in registers that are not there.
+    """
+    return cute.arch.inline_ptx(
+        "{ .reg .b32 t; mov.b32 t, {$r1}; shr.u32 t, t, 31; or.b32 t, t, 0x80000000; max.s32 {$w0}, {$r0}, t; }",
+        write_only_types=[Int32],
+        read_only_args=[number, score],
+    )
+
+
+def literal(value):
+    """A float32 in PTX."""
+    return "0f" + struct.pack(">f", value).hex()
