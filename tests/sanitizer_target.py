@@ -1,16 +1,20 @@
-"""Run by test_sanitizer_gpu.py under compute-sanitizer: small launches of the tile classes, dense and causal.
+"""Run by test_sanitizer_gpu.py under compute-sanitizer: small launches of the tile classes, of each mask, of packed
+sequences, and of each way to score.
 
-Argument "forward" or "backward" says which kernels. Inputs are drawn, and results compared, on the CPU: the kernels
+The argument says which of TARGETS. Inputs are drawn, and results compared, on the CPU: the kernels
 under test are nearly all that the tool has to watch. Argument "plant" writes past the end of an allocation instead,
 which a tool that works must report.
 """
 
 import sys
+from dataclasses import replace
 
 import check
 import check_gradients
+import check_packed
 import torch
 from cases import Case
+from packed_cases import EMPTY, RAGGED, SPARE, USED
 
 from hopper_fa3.plan import Plan
 
@@ -43,6 +47,14 @@ BACKWARD = [
     for head_dim, deterministic in ((64, False), (128, True), (256, False))
 ]  # fmt: skip
 
+# Whole tiles, ragged and empty sequences, rows of no sequence; with each whether gradients must be deterministic
+PACKED = [
+    (replace(case, head_dim=head_dim, head_dim_v=head_dim, causal=causal, window_size=window_size), deterministic)
+    for case, head_dim, causal, window_size, deterministic in (
+        (RAGGED, 64, True, (-1, -1), False), (USED, 128, False, (70, 20), True), (SPARE, 128, False, (-1, -1), False),
+        (EMPTY, 256, True, (-1, -1), False),
+    )
+]  # fmt: skip
 
 # One of each way to score, and of chunks: options of both directions
 HOOKS = [
@@ -88,6 +100,9 @@ def forward(one_cta):
         out, lse = check.run(*(x.cuda() for x in inputs), **case.options, plan=given, sm_margin=one_cta)
         check.compare(out.cpu(), lse.cpu(), *inputs, **case.options)
         print("right:", case.name, flush=True)
+
+
+def scores(one_cta):
     for case, hook in HOOKS:
         inputs = growing(*case.inputs())
         out, lse = check.run(*(x.cuda() for x in inputs), **case.options, **moved(hook), sm_margin=one_cta)
@@ -104,6 +119,9 @@ def backward(one_cta):
         gradients = check_gradients.run(*(x.cuda() for x in inputs), **on_gpu, **case.options, **how)
         check_gradients.compare([x.cpu() for x in gradients], *inputs, **arrived, **case.options)
         print("right:", case.name, flush=True)
+
+
+def scores_backward(one_cta):
     for case, hook in HOOKS:
         inputs = case.inputs()
         dout, _ = check_gradients.arriving(inputs[0], inputs[2])
@@ -111,6 +129,35 @@ def backward(one_cta):
         gradients = check_gradients.run(*(x.cuda() for x in inputs), dout=dout.cuda(), **given)
         check_gradients.compare([x.cpu() for x in gradients], *inputs, dout=dout, **case.options, **hook)
         print("right:", case.name, *hook, flush=True)
+
+
+def packed(one_cta):
+    for case, _ in PACKED:
+        out, lse = check_packed.run(case.inputs("cuda"), **case.options, sm_margin=one_cta)
+        check_packed.compare(out.cpu(), lse.cpu(), case.inputs(), **case.options)
+        print("right:", case.name, flush=True)
+
+
+def packed_backward(one_cta):
+    for case, deterministic in PACKED:
+        inputs = case.inputs()
+        arrived = dict(zip(("dout", "dlse"), case.arriving(inputs), strict=True))
+        on_gpu = {name: x.cuda() for name, x in arrived.items()}
+        how = {"deterministic": deterministic, "sm_margin": one_cta}
+        gradients = check_packed.run_gradients(case.inputs("cuda"), **on_gpu, **case.options, **how)
+        check_packed.compare_gradients([x.cpu() for x in gradients], inputs, **arrived, **case.options)
+        print("right:", case.name, flush=True)
+
+
+# With each its cases
+TARGETS = {
+    "forward": (forward, FORWARD),
+    "backward": (backward, BACKWARD),
+    "packed": (packed, PACKED),
+    "packed backward": (packed_backward, PACKED),
+    "scores": (scores, HOOKS),
+    "scores backward": (scores_backward, HOOKS),
+}
 
 
 def plant():
@@ -125,7 +172,7 @@ def main():
         return
     # One CTA computes all tiles, one after the other: buffers, barriers and the tile queue are used again and again
     one_cta = torch.cuda.get_device_properties(0).multi_processor_count - 1
-    {"forward": forward, "backward": backward}[what](one_cta)
+    TARGETS[what][0](one_cta)
 
 
 if __name__ == "__main__":
