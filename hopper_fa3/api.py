@@ -19,7 +19,7 @@ the key on query i's diagonal (masks align to the bottom right), in this order::
 
 Any of them combine. All have a gradient that counts them in; the sink gets one of its own, the slopes none. The time is
 that of the blocks that some query sees; blocks that only a hook hides are computed. On CUDA softcap is at most 1024,
-and hooks are not built yet; for packed sequences none of them but windows is.
+and hooks are not built yet.
 """
 
 import torch
@@ -174,8 +174,7 @@ def flash_attn_varlen_func(
     seqused_q, seqused_k: int32 ``(batch,)``, contiguous, on q's device: how many of its rows, the first ones, a
         sequence uses, from 0 to its length. None: all.
     causal, window_size, attention_chunk, softcap, sink, alibi_slopes, score, mask: as in flash_attn_func within each
-        sequence, which is a batch entry, with its used lengths as seqlen_q and seqlen_k. On CUDA all but the first two
-        are not built yet.
+        sequence, which is a batch entry, with its used lengths as seqlen_q and seqlen_k.
     page_table: not built yet. The other arguments are those of flash_attn_func.
 
     The host reads nothing from a GPU, so what cu_seqlens, seqused and max_seqlen hold is checked on the CPU only. Rows
@@ -206,14 +205,14 @@ def flash_attn_varlen_func(
                 problem, q, k, v, lengths, sink=sink, alibi_slopes=alibi_slopes, out=out
             )
             return (out, lse) if return_attn_probs else out
-        recipe = launch_packed.prepare(
-            problem, q, k, v, out=out, plan=plan, sm_margin=sm_margin, deterministic=deterministic
-        )
+        how = {"plan": plan, "sm_margin": sm_margin, "deterministic": deterministic}
+        recipe = launch_packed.prepare(problem, q, k, v, sink=sink, out=out, **how)
         _remember(signature, recipe)
     if recipe.gradients is not None:
-        out, lse = ops.PackedAttention.apply(q, k, v, recipe, *lengths)
+        out, lse = ops.PackedAttention.apply(q, k, v, sink, alibi_slopes, recipe, *lengths)
     else:
-        out, lse = launch_packed.execute(recipe, q, k, v, lengths, out, want_lse=return_attn_probs)
+        hook = {"sink": sink, "alibi_slopes": alibi_slopes}
+        out, lse = launch_packed.execute(recipe, q, k, v, lengths, out, **hook, want_lse=return_attn_probs)
     return (out, lse) if return_attn_probs else out
 
 

@@ -136,8 +136,9 @@ def _packed_arguments(static):
     v = _tensor(dtype, total_k, heads_k, head_dim_v)
     out = _tensor(dtype, total_q, heads, head_dim_v)
     lse = _tensor(cutlass.Float32, heads, total_q, divisibility=1, align=4)
-    scalars = (cutlass.Float32(1.0), *_bounds(static)[:2], *(cutlass.Int32(1) for _ in range(3)))
-    return q, k, v, out, lse, *_sequences(static), _table(), _counter(), *scalars, _stream()
+    sink, slopes = _per_head(static.sink, heads), _per_head(static.alibi, cute.sym_int(), heads)
+    scalars = (*_scales(static, 1), *_bounds(static), *(cutlass.Int32(1) for _ in range(3)))
+    return q, k, v, out, lse, sink, slopes, *_sequences(static), _table(), _counter(), *scalars, _stream()
 
 
 def _sequences(static):
@@ -210,8 +211,9 @@ def _packed_backward_arguments(static, config):
     pieces = config.consumer_warpgroups
     turns = _tensor(cutlass.Int32, heads, lines, pieces, divisibility=1, align=4) if config.turns else None
     tables = _table(), _table(), None if config.sums else _table()
-    scalars = (wide(1.0), wide(1.0), *_bounds(static)[:2], *(cutlass.Int32(1) for _ in range(5)))
-    tensors = q, k, v, out, lse, do, dlse if static.lse_gradient else None, dq, dk, dv
+    slopes = _per_head(static.alibi, cute.sym_int(), heads)
+    scalars = (*_scales(static, 2), *_bounds(static), *(cutlass.Int32(1) for _ in range(5)))
+    tensors = q, k, v, out, lse, do, dlse if static.lse_gradient else None, slopes, dq, dk, dv
     return *tensors, *_sequences(static), rows, sums, turns, *tables, _counter(), *scalars, _stream()
 
 

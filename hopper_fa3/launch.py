@@ -91,7 +91,7 @@ def execute(recipe, q, k, v, out=None, *, sink=None, alibi_slopes=None, want_lse
         if want_lse:  # memory for unread LSEs may be an inference tensor, which PyTorch would refuse to fill
             lse.copy_(sink[:, None]) if sink is not None else lse.fill_(-math.inf)
         return out, lse
-    hook = hook_tensors(recipe.out, sink, alibi_slopes)
+    hook = hook_tensors(sink, alibi_slopes, recipe.out.shape[0], recipe.out.shape[2])
     counter = tile_counter(q.device) if recipe.dynamic else None
     if recipe.fits:
         recipe.function(q, k, v, out, lse, *hook, counter, *recipe.scalars)
@@ -134,10 +134,10 @@ def tile_counter(device):
     return counter
 
 
-def hook_tensors(out, sink, alibi_slopes):
+def hook_tensors(sink, alibi_slopes, batch, heads):
     """``(sink, slopes)`` as kernels take them: float32 ``(heads,)`` and ``(batch, heads)``, any strides; or None."""
     sink = None if sink is None else sink.float()
-    slopes = None if alibi_slopes is None else alibi_slopes.expand(out.shape[0], out.shape[2])
+    slopes = None if alibi_slopes is None else alibi_slopes.expand(batch, heads)
     return sink, slopes
 
 

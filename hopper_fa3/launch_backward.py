@@ -40,7 +40,7 @@ def execute(recipe, q, k, v, out, lse, dout, dlse, *, sink=None, alibi_slopes=No
         None if each is None else torch.empty(each[0], dtype=each[1], device=q.device) for each in launch.workspace
     )
     tensors = (readable(tensor) for tensor in (q, k, v, out))
-    _, slopes = hook_tensors(out, None, alibi_slopes)
+    _, slopes = hook_tensors(None, alibi_slopes, problem.batch, problem.heads)
     counter = tile_counter(q.device)
     launch.function(*tensors, lse, readable(dout), dlse, slopes, dq, dk, dv, rows, *others, counter, *launch.scalars)
     return dq, dk, dv, None if sink is None else sink_gradient(sink, rows, problem)

@@ -29,21 +29,21 @@ class PackedAttention(torch.autograd.Function):
     """The same of packed sequences; keeps also what says where they are."""
 
     @staticmethod
-    def forward(ctx, q, k, v, recipe, *lengths):
-        out, lse = launch_packed.execute(recipe, q, k, v, lengths)
-        ctx.save_for_backward(q, k, v, out, lse, *lengths)
+    def forward(ctx, q, k, v, sink, alibi_slopes, recipe, *lengths):
+        out, lse = launch_packed.execute(recipe, q, k, v, lengths, sink=sink, alibi_slopes=alibi_slopes)
+        ctx.save_for_backward(q, k, v, out, lse, sink, alibi_slopes, *lengths)
         ctx.recipe = recipe.gradients
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     def backward(ctx, dout, dlse):
-        nothing = (None,) * 5  # of recipe and lengths
+        nothing = (None,) * 6  # of slopes, recipe and lengths
         if dout is None and dlse is None:
-            return None, None, None, *nothing
-        gradients = PackedAttentionGradients.apply(ctx.recipe, *ctx.saved_tensors, dout, dlse)
-        wanted = zip(gradients, ctx.needs_input_grad[:3], strict=True)
-        return *(gradient if needed else None for gradient, needed in wanted), *nothing
+            return *(None,) * 4, *nothing
+        wanted = ctx.needs_input_grad[:4]
+        gradients = PackedAttentionGradients.apply(ctx.recipe, wanted[3], dout, dlse, *ctx.saved_tensors)
+        return *(gradient if needed else None for gradient, needed in zip(gradients, wanted, strict=True)), *nothing
 
 
 class AttentionGradients(torch.autograd.Function):
@@ -67,9 +67,9 @@ class PackedAttentionGradients(torch.autograd.Function):
     """The same of packed sequences."""
 
     @staticmethod
-    def forward(ctx, recipe, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, dout, dlse):
-        lengths = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
-        return launch_packed.execute_backward(recipe, q, k, v, out, lse, lengths, dout, dlse)
+    def forward(ctx, recipe, want_sink, dout, dlse, q, k, v, out, lse, sink, alibi_slopes, *lengths):
+        hook = {"sink": sink if want_sink else None, "alibi_slopes": alibi_slopes}
+        return launch_packed.execute_backward(recipe, q, k, v, out, lse, lengths, dout, dlse, **hook)
 
     @staticmethod
     def backward(ctx, *gradients):

@@ -200,6 +200,7 @@ def backward_config(static, plan):
         softcap=static.softcap,
         alibi=static.alibi,
         chunked=static.chunked,
+        sink=static.sink,
         **plan._asdict(),
     )
 

@@ -36,7 +36,6 @@ LAYOUTS = (
     ("batch", "seqlen_k", "heads_k", "head_dim_v"),
 )
 ON_CPU, ON_CUDA = (("device", "cpu"),), (("device", "cuda"),)
-DENSE_ON_CUDA, PACKED_ON_CUDA = ((*ON_CUDA, ("packed", packed)) for packed in (False, True))
 
 
 class Illegal(NamedTuple):
@@ -89,18 +88,8 @@ ILLEGAL = (
     # The kernel's scores are off by a float32's last bit of the cap (kernels/score.py).
     Illegal("large_softcap", (None,), ON_CUDA, ValueError, "softcap must be at most 1024 on CUDA"),
     *(
-        Illegal(name, (None,), DENSE_ON_CUDA, NOT_BUILT, f"{name} must be None on CUDA (not built yet)")
+        Illegal(name, (None,), ON_CUDA, NOT_BUILT, f"{name} must be None on CUDA (not built yet)")
         for name in ("score", "mask")
-    ),
-    *(
-        Illegal(
-            name, legal, PACKED_ON_CUDA, NOT_BUILT,
-            f"{name} must be {legal[0]} for packed sequences on CUDA (not built yet)",
-        )
-        for name, legal in (
-            ("attention_chunk", (0,)), ("softcap", (0.0,)), ("sink", (None,)), ("alibi_slopes", (None,)),
-            ("score", (None,)), ("mask", (None,)),
-        )
     ),
     *(
         Illegal(name, (None,), (), NOT_BUILT, f"{name} must be None (not built yet)")
@@ -157,6 +146,7 @@ class BackwardStatic(NamedTuple):
     softcap: bool = False
     alibi: str | None = None
     chunked: bool = False
+    sink: bool = False  # of packed sequences, where rows without keys count in its gradient
 
 
 @dataclass(frozen=True)
@@ -205,10 +195,9 @@ class Problem:
         softcap = checked_softcap(softcap)
         check_scoring(q, batch, sink=sink, alibi_slopes=alibi_slopes, score=score, mask=mask)
         facts = tensor_facts(q, k, v, sm_margin, sink, alibi_slopes) | {
-            "packed": False, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k,
-            "tiles": batch * heads * -(-seqlen_q // TILE_ROWS),
+            "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "tiles": batch * heads * -(-seqlen_q // TILE_ROWS),
             "num_splits": num_splits, "pack_gqa": pack_gqa, "attention_chunk": chunk,
-            "softcap": softcap, "large_softcap": softcap if softcap > LARGEST_SOFTCAP else None,
+            "softcap": softcap, "large_softcap": too_large(softcap),
             "qv": qv, "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale,
             "sink": sink, "alibi_slopes": alibi_slopes, "score": score, "mask": mask, "block_mask": block_mask,
             "out": out,
@@ -246,13 +235,8 @@ class Problem:
 
     @property
     def kernel_bounds(self):
-        """``(right, left, chunk)`` as the kernels take them at run time: bounds that hide nothing where others need
-        them, None where there is none.
-        """
-        right = self.seqlen_q - 1 if self.right is None else self.right
-        if not self.attention_chunk:
-            return right, self.left, None
-        return right, self.seqlen_k if self.left is None else self.left, min(self.attention_chunk, LARGEST_CHUNK)
+        """See kernel_bounds_of."""
+        return kernel_bounds_of(self, self.seqlen_q, self.seqlen_k)
 
     @property
     def static(self):
@@ -262,6 +246,16 @@ class Problem:
     def backward_static(self, lse_gradient, deterministic):
         """The same for the gradients of a CUDA problem; the sign of the scale changes nothing in them."""
         return backward_static_of(self, lse_gradient, deterministic)
+
+
+def kernel_bounds_of(problem, longest_q, longest_k):
+    """``(right, left, chunk)`` of a Problem or PackedProblem as the kernels take them at run time: bounds that hide
+    nothing, of lengths up to these, where others need them; None where there is none.
+    """
+    right = longest_q - 1 if problem.right is None else problem.right
+    if not problem.attention_chunk:
+        return right, problem.left, None
+    return right, longest_k if problem.left is None else problem.left, min(problem.attention_chunk, LARGEST_CHUNK)
 
 
 def static_of(problem):
@@ -289,6 +283,11 @@ def backward_static_of(problem, lse_gradient, deterministic):
         static.dtype, static.head_dim, static.head_dim_v, static.right_bound, lse_gradient, deterministic,
         static.left_bound, softcap=static.softcap, alibi=static.alibi, chunked=static.chunked,
     )  # fmt: skip
+
+
+def too_large(softcap):
+    """The softcap where kernels refuse it, else None."""
+    return softcap if softcap > LARGEST_SOFTCAP else None
 
 
 def tensor_facts(q, k, v, sm_margin, sink, alibi_slopes):

@@ -29,9 +29,11 @@ from .problem import (
     check_plan,
     check_shapes,
     chunked,
+    kernel_bounds_of,
     refuse_illegal,
     static_of,
     tensor_facts,
+    too_large,
 )
 
 LAYOUTS = (("total_q", "heads", "head_dim"), ("total_k", "heads_k", "head_dim"), ("total_k", "heads_k", "head_dim_v"))
@@ -65,9 +67,6 @@ class PackedProblem:
     score: ScoreHook | None = None
     mask: MaskHook | None = None
 
-    # As in Problem; not built yet
-    attention_chunk, softcap, has_sink, has_alibi = 0, 0.0, False, False
-
     @classmethod
     def from_tensors(
         cls, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q=None, seqused_k=None, *,
@@ -94,18 +93,19 @@ class PackedProblem:
         softcap = checked_softcap(softcap)
         check_scoring(q, batch, sink=sink, alibi_slopes=alibi_slopes, score=score, mask=mask)
         facts = tensor_facts(q, k, v, sm_margin, sink, alibi_slopes) | {
-            "packed": True, "total_q": total_q, "total_k": total_k,
+            "total_q": total_q, "total_k": total_k,
             "sequences": batch, "packed_tiles_q": heads * _most_tiles(total_q, batch),
             "packed_tiles_k": heads_k * _most_tiles(total_k, batch),
             "num_splits": num_splits, "pack_gqa": pack_gqa, "attention_chunk": attention_chunk,
-            "softcap": softcap, "qv": qv, "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale,
+            "softcap": softcap, "large_softcap": too_large(softcap),
+            "qv": qv, "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale,
             "sink": sink, "alibi_slopes": alibi_slopes, "score": score, "mask": mask, "block_mask": block_mask,
             "page_table": page_table, "out": out,
         }  # fmt: skip
         refuse_illegal(facts)
         check_memory(
             q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q,
-            seqused_k=seqused_k, out=out,
+            seqused_k=seqused_k, sink=sink, alibi_slopes=alibi_slopes, out=out,
         )  # fmt: skip
         scale = head_dim**-0.5 if softmax_scale is None else checked_scale(softmax_scale)
         problem = cls(
@@ -128,17 +128,17 @@ class PackedProblem:
     @property
     def bounded(self):
         """True where some query may see less than all keys of its sequence."""
-        return self.left is not None or self.right is not None
+        return self.windowed or self.right is not None
 
     @property
     def windowed(self):
         """True where keys in front of others may be hidden."""
-        return self.left is not None
+        return self.left is not None or self.attention_chunk > 0
 
     @property
     def kernel_bounds(self):
-        """``(right, left, chunk)`` as kernels take them at run time; without a right bound one that hides nothing."""
-        return self.total_q - 1 if self.right is None else self.right, self.left, None
+        """See kernel_bounds_of: no sequence is longer than all rows."""
+        return kernel_bounds_of(self, self.total_q, self.total_k)
 
     @property
     def out_shape(self):
@@ -157,7 +157,7 @@ class PackedProblem:
 
     def backward_static(self, lse_gradient, deterministic):
         """The same for the gradients of a CUDA problem; the sign of the scale changes nothing in them."""
-        return backward_static_of(self, lse_gradient, deterministic)._replace(packed=self.packed)
+        return backward_static_of(self, lse_gradient, deterministic)._replace(packed=self.packed, sink=self.has_sink)
 
     def side_by_side(self, sequences, seqlen_q, seqlen_k):
         """The Problem of some of its sequences, all of these lengths, as the heads of one.

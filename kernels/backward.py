@@ -45,7 +45,8 @@ class BackwardKernel:
         )
         self.boxes = WholeBoxes
         if config.packed:
-            self.schedule, self.boxes = PackedWorkSchedule(ordered=config.turns, reread=config.wide), SequenceBoxes
+            given = {"ordered": config.turns, "reread": config.wide, "numbered": config.alibi is not None}
+            self.schedule, self.boxes = PackedWorkSchedule(**given), SequenceBoxes
         self.prologue = Prologue(config, self.dtype)
         # Where dQ is not summed
         self.queries = None

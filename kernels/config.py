@@ -232,6 +232,7 @@ class BackwardConfig(Checked):
     softcap: bool = False
     alibi: str | None = None  # as in ForwardConfig
     chunked: bool = False
+    sink: bool = False  # of packed sequences: row statistics also of those without keys, for the sink's gradient
 
     consumer_warpgroups = 2
 

@@ -1,5 +1,6 @@
 """The consumer warpgroups of the forward kernel: S = Q Kᵀ, online softmax, O += P V."""
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -26,7 +27,7 @@ from .products import (
     rows_and_columns,
 )
 from .registers import kept
-from .schedule import SLOTS, Schedule, TileQueue
+from .schedule import SLOTS, Place, Schedule, TileQueue
 from .score import ScoreHook, cap_constant
 from .sequence import rows_of
 from .softmax import QUAD, ROWS, Softmax, rescale_rows
@@ -106,7 +107,7 @@ class Consumer:
             first, *_, end, _ = own
             first_row = first_query + thread // QUAD // 8 * 16 + thread // QUAD % 8
             begin(Phase.WAIT_Q)
-            slope = self.hook.slope(run, place.batch, place.head)
+            slope = self.hook.slope(run, place.slopes_row, place.head)
             rows = self.start_rows(products, s_p, first_row, *place.sequence[:2], run, origin, slope)
             for _ in cutlass.range(tile_end - end, unroll=1):
                 k_state, v_state = self.skip(pipes, k_state, v_state, warpgroup)
@@ -125,7 +126,7 @@ class Consumer:
                     k_state, v_state = self.skip(pipes, k_state, v_state, warpgroup)
             # O and LSE leave
             begin(Phase.EPILOGUE)
-            sink = run.sink[place.head] if config.sink else None
+            sink = self.sink_of(queue, queue_state, place, run) if config.sink else None
             constant = cap_constant(run.scale_log2) if config.softcap else None
             inverse, row_lse = self.softmax.finish(rows.shift, rows.sum, sink, constant)
             normalise(rows_and_columns(rows.acc_o), inverse, row_lse, rows.keys, self.band, sink)
@@ -144,6 +145,14 @@ class Consumer:
         self.turns.close(warpgroup)
         self.output.finish(is_store_warp)
         begin(Phase.EXIT)
+
+    def sink_of(self, queue: TileQueue, queue_state, place: Place, run: RunTime) -> Float32:
+        """The sink of a tile's head. Rows of no sequence have none."""
+        place = self.schedule.place_again(queue, queue_state, place)
+        sink = run.sink[place.head]
+        if not self.config.packed:
+            return sink
+        return cutlass.select_(place.sequence.seqlen_k < 0, Float32(-math.inf), sink)
 
     @cute.jit
     def tile(

@@ -52,7 +52,7 @@ class ForwardKernel:
         if config.staged_output:
             self.output = StagedOutput(self.dtype, config.head_dim_v, cut=config.packed)
         if config.packed:
-            self.schedule = PackedSchedule()
+            self.schedule = PackedSchedule(numbered=config.alibi is not None)
 
     @cute.jit
     def __call__(

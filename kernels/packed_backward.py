@@ -8,12 +8,12 @@ from cutlass import Float32, Int32, const_expr
 from .args import BackwardRunTime, RunTime
 from .backward import BackwardKernel
 from .backward_edges import THREADS
-from .blocks import Band
+from .chunks import make_bounds
 from .config import WARPGROUP_THREADS, BackwardConfig
 from .packed_forward import one_batch, one_more_mode
 from .packed_schedule import entry_of
 from .sequence import behind, rows_of
-from .tile_table import Entry, Side, TileTable
+from .tile_table import Side, TileTable, entry_words
 
 
 class PackedBackwardKernel:
@@ -25,14 +25,15 @@ class PackedBackwardKernel:
         band = self.main.band
         # Of K/V tiles, of the steps' queries, and of the tiles of queries_kernel.py where it computes dQ
         order = {"together": config.turns, "descending": config.descending}
+        numbered = config.alibi is not None
         self.tables = [
-            TileTable(config.tile_n, config.tile_m, True, band, config.tile_m, **order),
-            TileTable(config.tile_m, config.tile_n, False, band, config.tile_m),
+            TileTable(config.tile_n, config.tile_m, True, band, config.tile_m, **order, numbered=numbered),
+            TileTable(config.tile_m, config.tile_n, False, band, config.tile_m, marked=config.sink),
         ]
         if not config.sums:
-            tile = self.main.queries.config
-            query_band = Band(tile.tile_n, config.right_bound, config.left_bound, packed=True)
-            self.tables.append(TileTable(tile.tile_m, tile.tile_n, False, query_band, config.tile_m))
+            tile, query_band = self.main.queries.config, self.main.queries.band
+            table = TileTable(tile.tile_m, tile.tile_n, False, query_band, config.tile_m, numbered=numbered)
+            self.tables.append(table)
 
     @cute.jit
     def __call__(
@@ -44,6 +45,7 @@ class PackedBackwardKernel:
         lse: cute.Tensor,
         do: cute.Tensor,
         dlse: cute.Tensor,
+        slopes: cute.Tensor | None,
         dq: cute.Tensor,
         dk: cute.Tensor,
         dv: cute.Tensor,
@@ -60,8 +62,10 @@ class PackedBackwardKernel:
         counter: cute.Tensor,
         scale_log2: Float32,
         scale: Float32,
+        cap_factor: Float32 | None,
         right: Int32,
         left: Int32 | None,
+        chunk: Int32 | None,
         section: Int32,
         ctas: Int32,
         query_section: Int32,
@@ -70,30 +74,33 @@ class PackedBackwardKernel:
         stream: cuda.CUstream,
     ):
         """q, k, v, out, do, dq, dk, dv: (total, heads, head_dim) in 16 bit, last stride 1. lse, dlse: (heads, total_q)
-        float32. cu_seqlens and seqused: see PackedForwardKernel. Workspace in float32: rows (heads, workspace_lines,
-        2 tile_m); where dQ is summed, else None: sums (heads, lines, tile_m head_dim). In int32: turns (heads, lines,
-        warpgroups), None where no order of sums is asked for; tables (table_lines, ENTRY_WORDS) of K/V tiles, of steps,
-        and where dQ is not summed, else None, of Q tiles.
+        float32. slopes, cu_seqlens, seqused: see PackedForwardKernel. Workspace in float32: rows (heads,
+        workspace_lines, 2 tile_m); where dQ is summed, else None: sums (heads, lines, tile_m head_dim). In int32:
+        turns (heads, lines, warpgroups), None where no order of sums is asked for; tables (table_lines, ENTRY_WORDS) of
+        K/V tiles, of steps, and where dQ is not summed, else None, of Q tiles.
         """
         config, main = self.config, self.main
         sides = Side(cu_seqlens_q, seqused_q, q.shape[0]), Side(cu_seqlens_k, seqused_k, k.shape[0])
         tables = (key_table, step_table, query_table)[: len(self.tables)]
         heads, heads_k = q.shape[1], k.shape[1]
-        run = BackwardRunTime(scale_log2, scale, right, left, section, heads_k, Int32(0), Int32(1), fills_idle_sms)
+        right, left = make_bounds(config, right, left, chunk)
+        given = heads_k, Int32(0), Int32(1), fills_idle_sms, cap_factor, slopes
+        run = BackwardRunTime(scale_log2, scale, right, left, section, *given)
         self.list_tiles(sides, tables, run).launch(
             grid=(len(tables), 1, 1), block=(self.tables[0].threads, 1, 1), stream=stream, use_pdl=True
         )
         edge_grid = ((step_table.shape[0] - 1) * heads, 1, 1)
         workspace = tuple(map(one_more_mode, (rows, sums, turns)))
         statistics = tuple(map(one_more_mode, (lse, dlse)))
-        self.before((out, do), statistics, workspace, step_table).launch(
+        cap_scale = scale_log2 if const_expr(config.softcap) else None
+        self.before((out, do), statistics, workspace, step_table, cap_scale).launch(
             grid=edge_grid, block=(THREADS, 1, 1), stream=stream, use_pdl=True
         )
         matrices = tuple(map(one_batch, (k, v, q, do)))
         outputs = (one_batch(dk), None), (one_batch(dv), None)
         main.launch(matrices, workspace, outputs, counter, run, ctas, stream, key_table)
         if const_expr(not config.sums):
-            query_run = RunTime(scale_log2, right, left, query_section, fills_idle_sms)
+            query_run = RunTime(scale_log2, right, left, query_section, fills_idle_sms, cap_factor, slopes)
             q_do_k_v = (*matrices[2:], *matrices[:2])
             given = counter, scale, query_run, query_ctas, stream, query_table
             main.queries.launch(q_do_k_v, workspace[0], one_batch(dq), *given)
@@ -113,24 +120,24 @@ class PackedBackwardKernel:
                 self.tables[index].run(*sides, tables[index], run)
 
     @cute.kernel
-    def before(self, outs: tuple, statistics: tuple, workspace: tuple, table: cute.Tensor):
+    def before(self, outs: tuple, statistics: tuple, workspace: tuple, table: cute.Tensor, cap_scale):
         """See Prologue."""
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()
         heads = statistics[0].shape[1]
         (block, seqlen_q, seqlen_k, offset_q, _, first_line), head = self.step_of(table, heads)
-        # Rows that see no key have no statistics: no product meets them
-        if block >= 0 and seqlen_k > 0:
+        # Rows of no sequence have no statistics, and those without keys for the sink only: no product meets them
+        if block >= 0 and seqlen_k > (-1 if self.config.sink else 0):
             own = (rows_of(one_more_mode(tensor), offset_q, seqlen_q, mode=1) for tensor in outs)
             own_statistics = (
                 None if each is None else rows_of(each, offset_q, seqlen_q, mode=2) for each in statistics
             )
             lines = (None if each is None else lines_of(each, first_line) for each in workspace)
             thread, place = cute.arch.thread_idx()[0], (block, head, 0)
-            self.main.prologue.run(thread, place, *own, *own_statistics, *lines)
+            self.main.prologue.run(thread, place, *own, *own_statistics, *lines, cap_scale)
 
     @cute.kernel
-    def behind(self, sums: cute.Tensor, dq: cute.Tensor, scale: Float32, right: Int32, table: cute.Tensor):
+    def behind(self, sums: cute.Tensor, dq: cute.Tensor, scale: Float32, right, table: cute.Tensor):
         """See Epilogue."""
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()
@@ -143,7 +150,7 @@ class PackedBackwardKernel:
     def step_of(self, table: cute.Tensor, heads: Int32):
         """``(entry, head)`` of a CTA; the entry's block is -1 where there is no more."""
         place = cute.arch.block_idx()[0] // heads
-        block, *others = entry_of(table, place, len(Entry))
+        block, *others = entry_of(table, place, entry_words(False))
         block = cutlass.select_(place < table[0, 0], block, Int32(-1))
         return (block, *others), cute.arch.block_idx()[0] - place * heads
 

@@ -5,7 +5,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from .args import RunTime
-from .blocks import Band
+from .chunks import make_bounds
 from .config import ForwardConfig
 from .forward import ForwardKernel
 from .tile_table import Side, TileTable
@@ -32,8 +32,8 @@ class PackedForwardKernel:
     def __init__(self, config: ForwardConfig):
         self.config = config
         self.main = ForwardKernel(config)
-        band = Band(config.tile_n, config.right_bound, config.left_bound, packed=True)
-        self.table = TileTable(config.tile_m, config.tile_n, False, band)
+        told = {"numbered": config.alibi is not None, "marked": config.sink}
+        self.table = TileTable(config.tile_m, config.tile_n, False, self.main.band, **told)
 
     @cute.jit
     def __call__(
@@ -43,6 +43,8 @@ class PackedForwardKernel:
         v: cute.Tensor,
         out: cute.Tensor,
         lse: cute.Tensor,
+        sink: cute.Tensor | None,
+        slopes: cute.Tensor | None,
         cu_seqlens_q: cute.Tensor,
         cu_seqlens_k: cute.Tensor,
         seqused_q: cute.Tensor,
@@ -50,17 +52,21 @@ class PackedForwardKernel:
         table: cute.Tensor,
         counter: cute.Tensor,
         scale_log2: Float32,
+        cap_factor: Float32 | None,
         right: Int32,
         left: Int32 | None,
+        chunk: Int32 | None,
         section: Int32,
         ctas: Int32,
         fills_idle_sms: Int32,
         stream: cuda.CUstream,
     ):
-        """q, k, v, out: (total, heads, head_dim) in 16 bit, last stride 1; lse: (heads, total_q) float32. In int32:
-        cu_seqlens (batch + 1), seqused (batch) or None, table (table_lines, ENTRY_WORDS): workspace.
+        """q, k, v, out: (total, heads, head_dim) in 16 bit, last stride 1; In float32: lse (heads, total_q);
+        sink (heads) and slopes (batch, heads), None where there are none. In int32: cu_seqlens (batch + 1), seqused
+        (batch) or None, table (table_lines, ENTRY_WORDS): workspace.
         """
-        run = RunTime(scale_log2, right, left, section, fills_idle_sms)
+        bounds = make_bounds(self.config, right, left, chunk)
+        run = RunTime(scale_log2, *bounds, section, fills_idle_sms, cap_factor, slopes, sink)
         sides = Side(cu_seqlens_q, seqused_q, q.shape[0]), Side(cu_seqlens_k, seqused_k, k.shape[0])
         self.list_tiles(sides, table, run).launch(
             grid=(1, 1, 1), block=(self.table.threads, 1, 1), stream=stream, use_pdl=True

@@ -12,7 +12,7 @@ from .config import WARP_THREADS
 from .schedule import Place, Schedule, TileQueue
 from .sequence import Sequence, behind, rows_of
 from .table_size import HEADER
-from .tile_table import Entry
+from .tile_table import entry_words
 
 
 class PackedTile(NamedTuple):
@@ -25,6 +25,7 @@ class PackedTile(NamedTuple):
     offset_q: Int32
     offset_k: Int32
     first_line: Int32  # Place.first_line; not read where there are no row statistics
+    number: Int32 | None = None  # Sequence.number
 
 
 class PackedWork(NamedTuple):
@@ -39,6 +40,7 @@ class PackedWork(NamedTuple):
     offset_q: Int32
     offset_k: Int32
     first_line: Int32
+    number: Int32 | None = None  # as in PackedTile
 
     batch = 0
 
@@ -74,12 +76,13 @@ class TableSchedule(Schedule):
     tile: int = 1
     dynamic: bool = True
     descending: bool = False
+    numbered: bool = False  # the table says which sequence it is
 
     kind = None  # PackedTile or PackedWork
 
     @property
     def fields(self):
-        return len(self.kind._fields)
+        return len(self.kind._fields) - (not self.numbered)
 
     def readers(self, warps: int):
         return warps * WARP_THREADS
@@ -91,7 +94,7 @@ class TableSchedule(Schedule):
         tiles = entries * heads
         # Past the last tile there would be a division by 0
         place, head, _ = self.coordinates(cutlass.min(index, tiles - 1), entries, heads, Int32(1), section)
-        block, *others = entry_of(queue.table, place, len(Entry))
+        block, *others = entry_of(queue.table, place, entry_words(self.numbered))
         return (cutlass.select_(index < tiles, block, Int32(-1)), *others), head
 
     @cute.jit
@@ -141,7 +144,7 @@ class PackedSchedule(TableSchedule):
         return tile.block >= 0
 
     def place(self, tile: PackedTile, lengths: tuple, run) -> Place:
-        return Place(tile.block, tile.head, 0, Sequence(*tile[2:6]), tile.first_line)
+        return Place(tile.block, tile.head, 0, Sequence(*tile[2:6], tile.number), tile.first_line)
 
     def place_again(self, queue: TileQueue, state, place: Place) -> Place:
         """From shared memory: no registers hold it meanwhile."""
@@ -161,8 +164,8 @@ class PackedSchedule(TableSchedule):
         if const_expr(not first):
             index = self.take(queue, cute.arch.grid_dim()[0])
         _, _, heads, _ = lengths
-        (block, *sequence, first_line), head = self.entry(queue, index, heads, run.section)
-        tile = PackedTile(block, head, *sequence, first_line)
+        (block, *others), head = self.entry(queue, index, heads, run.section)
+        tile = PackedTile(block, head, *others)
         return tile, self.tell(queue, state, tile)
 
 
@@ -191,9 +194,9 @@ class PackedWorkSchedule(TableSchedule):
         elif const_expr(not first):
             index = self.take(queue, cute.arch.grid_dim()[0])
         _, _, heads, heads_k, _ = lengths
-        (block, *sequence, first_line), head_k = self.entry(queue, index, heads_k, run.section)
+        (block, *others), head_k = self.entry(queue, index, heads_k, run.section)
         _, head, last_head = run.heads_of(head_k, heads, heads_k)
-        work = PackedWork(block, head_k, head, last_head, *sequence, first_line)
+        work = PackedWork(block, head_k, head, last_head, *others)
         return work, self.tell(queue, state, work)
 
     def receive_work(self, queue: TileQueue, state):
@@ -202,6 +205,10 @@ class PackedWorkSchedule(TableSchedule):
 
     def read_work(self, queue: TileQueue, state):
         return self.read(queue, state)
+
+    def slopes_row(self, queue: TileQueue, state, work: PackedWork):
+        """From shared memory: no registers hold it. Without slopes any."""
+        return cute.arch.make_warp_uniform(queue.slots[self.fields - 1, state.index]) if self.numbered else 0
 
     def work_again(self, queue: TileQueue, state, work: PackedWork):
         return self.read(queue, state) if self.reread else work

@@ -39,7 +39,7 @@ class QueryKernel:
         self.schedule = Schedule(config.tile_m, dynamic=config.dynamic, descending=config.dynamic)
         self.boxes = WholeBoxes
         if config.packed:
-            self.schedule, self.boxes = PackedSchedule(), SequenceBoxes
+            self.schedule, self.boxes = PackedSchedule(numbered=config.alibi is not None), SequenceBoxes
 
     @cute.jit
     def launch(

@@ -33,6 +33,11 @@ class Place(NamedTuple):
     sequence: Sequence
     first_line: Int32 | None = None  # of a head's row statistics, the sequence's first
 
+    @property
+    def slopes_row(self):
+        """The row of ALiBi's slopes."""
+        return self.batch if self.sequence.number is None else self.sequence.number
+
 
 @cute.jit
 def make_tile_queue(

@@ -35,6 +35,12 @@ class Entry(IntEnum):
     OFFSET_Q = 3  # row at which the sequence begins
     OFFSET_K = 4
     FIRST_LINE = 5  # of the workspace: BackwardConfig.tile_m queries a line, each sequence begins a new one
+    NUMBER = 6  # of the sequence; of rows that none uses any
+
+
+def entry_words(numbered: bool):
+    """Words of a line that say something; ``numbered``: also the sequence's number."""
+    return len(Entry) - (not numbered)
 
 
 class Side(NamedTuple):
@@ -68,6 +74,8 @@ class TileTable:
     line_rows: int = 0  # queries of a line of the workspace; 0: there is none
     together: bool = False
     descending: bool = False
+    numbered: bool = False
+    marked: bool = False  # of Q: rows that no sequence uses have -1 keys, those of a sequence without keys 0
     threads: int = THREADS
 
     @cute.jit
@@ -88,12 +96,12 @@ class TileTable:
             self.visit(shared, table, run)
 
     def shared(self) -> Shared:
-        ranges, warps = self.threads, self.threads // WARP_THREADS
+        ranges, warps, words = self.threads, self.threads // WARP_THREADS, entry_words(self.numbered)
 
         @cute.struct
         class TableStorage:
             last: cute.struct.MemRange[cutlass.Int32, ranges]
-            lines: cute.struct.MemRange[cutlass.Int32, len(Entry) * ranges]
+            lines: cute.struct.MemRange[cutlass.Int32, words * ranges]
             places: cute.struct.MemRange[cutlass.Int32, ranges]
             buckets: cute.struct.MemRange[cutlass.Int32, BUCKETS]
             sums: cute.struct.MemRange[cutlass.Int32, warps]
@@ -102,7 +110,7 @@ class TileTable:
         flat = cute.make_layout(ranges)
         return Shared(
             storage.last.get_tensor(flat),
-            storage.lines.get_tensor(cute.make_layout((len(Entry), ranges), stride=(ranges, 1))),
+            storage.lines.get_tensor(cute.make_layout((words, ranges), stride=(ranges, 1))),
             storage.places.get_tensor(flat),
             storage.buckets.get_tensor(cute.make_layout(BUCKETS)),
             storage.sums.get_tensor(cute.make_layout(warps)),
@@ -140,7 +148,7 @@ class TileTable:
         offset = cutlass.select_(before, Int32(0), cutlass.select_(behind, edge_end, offset))
         length = cutlass.select_(before, edge_begin, cutlass.select_(behind, own.total - edge_end, length))
         length = cutlass.select_(index < ranges, length, Int32(0))
-        other_length = cutlass.select_(is_sequence, other_used, Int32(0))
+        other_length = cutlass.select_(is_sequence, other_used, Int32(-1 if self.marked else 0))
         tiles = (length + self.tile - 1) // self.tile
         shared.last[thread] = self.sum_up_to(shared, tiles)
         of_q = (offset, length) if const_expr(not self.keys) else (other_begin, other_length)
@@ -151,6 +159,8 @@ class TileTable:
             # Lines of its own: as many as sequences before it, more than the rows before it fill
             place = cutlass.select_(behind, batch, cutlass.select_(before, Int32(0), sequence))
             shared.lines[Entry.FIRST_LINE, thread] = of_q[0] // self.line_rows + place
+        if const_expr(self.numbered):
+            shared.lines[Entry.NUMBER, thread] = sequence
         cute.arch.sync_threads()
 
     @cute.jit
@@ -199,6 +209,8 @@ class TileTable:
                 table[place + HEADER, word] = shared.lines[word, owner]
             if const_expr(self.line_rows > 0):
                 table[place + HEADER, Entry.FIRST_LINE] = shared.lines[Entry.FIRST_LINE, owner]
+            if const_expr(self.numbered):
+                table[place + HEADER, Entry.NUMBER] = shared.lines[Entry.NUMBER, owner]
 
     @cute.jit
     def steps(self, shared: Shared, owner: Int32, block: Int32, run) -> Int32:

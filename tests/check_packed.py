@@ -50,7 +50,7 @@ def compare(out, lse, inputs, **options):
     assert not out[rows].any() and (lse[:, rows] == -math.inf).all(), "rows of no sequence must be 0 and -inf"
     for number, (queries, _, tensors) in enumerate(sequences(inputs)):
         with located(number, tensors):
-            check.compare(out[None, queries], lse[None, :, queries], *tensors, **options)
+            check.compare(out[None, queries], lse[None, :, queries], *tensors, **of_sequence(number, **options))
 
 
 def compare_gradients(gradients, inputs, dout=None, dlse=None, **options):
@@ -67,7 +67,14 @@ def compare_gradients(gradients, inputs, dout=None, dlse=None, **options):
             "dlse": None if dlse is None else dlse[None, :, queries],
         }
         with located(number, tensors):
-            check_gradients.compare(parts, *tensors, **arrived, **options)
+            check_gradients.compare(parts, *tensors, **arrived, **of_sequence(number, **options))
+
+
+def of_sequence(number, *, alibi_slopes=None, **options):
+    """The options of one sequence, alone."""
+    if alibi_slopes is None:
+        return options
+    return options | {"alibi_slopes": alibi_slopes[number : number + 1] if alibi_slopes.dim() == 2 else alibi_slopes}
 
 
 @contextlib.contextmanager

@@ -311,7 +311,8 @@ def test_packed_cuda_tensors_go_to_launch(used, launches, monkeypatch):
     assert all(a is b for a, b in zip(given[3], where, strict=True)) and launches.wanted == [False]
     leaf = v.clone().requires_grad_()
     assert flash_attn_varlen_func(q, k, leaf, *where[:2], 8, 8, *where[2:], return_attn_probs=True) == ("out", "lse")
-    ((*tensors, recipe), lengths), = [(given[:4], given[4:]) for given in recorded]  # fmt: skip
+    ((*tensors, sink, slopes, recipe), lengths), = [(given[:6], given[6:]) for given in recorded]  # fmt: skip
+    assert sink is None and slopes is None
     assert recipe == 2 and all(a is b for a, b in zip((*tensors, *lengths), (q, k, leaf, *where), strict=True))
 
 

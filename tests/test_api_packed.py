@@ -14,17 +14,20 @@ class Launches:
         gradients = None
 
     def __init__(self):
-        self.prepared, self.executed = [], []
+        self.prepared, self.executed, self.hooks = [], [], []
 
     def prepare(self, problem, *tensors, **options):
         self.prepared.append((problem, tensors, options))
         recipe = self.Number(len(self.prepared))
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        if torch.is_grad_enabled() and any(
+            tensor.requires_grad for tensor in (*tensors, options["sink"]) if tensor is not None
+        ):
             recipe.gradients = "gradients"
         return recipe
 
-    def execute(self, recipe, *given, want_lse):
+    def execute(self, recipe, *given, want_lse, **hook):
         self.executed.append((recipe, given, want_lse))
+        self.hooks.append(hook)
         return "out", "lse"
 
 
@@ -57,7 +60,8 @@ def test_tensors_and_options_are_handed_on(launches):
     problem, given, prepared = launches.prepared[0]
     assert (problem.right, problem.batch, problem.has_seqused_q, problem.has_seqused_k) == (0, 3, True, False)
     assert all(a is b for a, b in zip(given, tensors, strict=True))
-    assert prepared == {"out": out, "plan": plan, "sm_margin": 3, "deterministic": True}
+    assert prepared == {"sink": None, "out": out, "plan": plan, "sm_margin": 3, "deterministic": True}
+    assert launches.hooks == [{"sink": None, "alibi_slopes": None}]
     recipe, (*given, lengths, target), want_lse = launches.executed[0]
     assert recipe == 1 and all(a is b for a, b in zip(given, tensors, strict=True)) and target is out
     assert all(a is b for a, b in zip(lengths, (*ends, *used), strict=True)) and not want_lse
@@ -69,8 +73,25 @@ def test_a_recorded_call_goes_to_autograd(launches, monkeypatch):
     monkeypatch.setattr(api.ops.PackedAttention, "apply", lambda *given: recorded.append(given) or ("out", "lse"))
     tensors = [x.requires_grad_() for x in fakes()]
     assert call(tensors) == "out" and call(tensors, return_attn_probs=True) == ("out", "lse")
-    assert [given[3] for given in recorded] == [1, 1] and not launches.executed
-    assert all(a is b for a, b in zip(recorded[0][:3], tensors, strict=True)) and len(recorded[0]) == 8
+    assert [given[3:6] for given in recorded] == [(None, None, 1), (None, None, 1)] and not launches.executed
+    assert all(a is b for a, b in zip(recorded[0][:3], tensors, strict=True)) and len(recorded[0]) == 10
+    sink = torch.ones(4, device="cuda", requires_grad=True)
+    call(sink=sink)
+    assert recorded[2][3] is sink and launches.prepared[-1][2]["sink"] is sink
+
+
+def test_a_sink_and_slopes_are_handed_on_and_share_a_recipe(launches):
+    """Whatever they hold: their addresses and values are no part of it, their presence, shape and dtype are."""
+    made = [(torch.ones(4, device="cuda"), torch.ones(3, 4, device="cuda")) for _ in range(2)]
+    others = (
+        (torch.ones(4, device="cuda", dtype=torch.bfloat16), made[0][1]),
+        (made[0][0], torch.ones(4, device="cuda")),
+    )
+    for sink, slopes in (*made, *others):
+        call(sink=sink, alibi_slopes=slopes)
+        assert launches.hooks[-1]["sink"] is sink and launches.hooks[-1]["alibi_slopes"] is slopes
+    call(sink=made[0][0])
+    assert [recipe for recipe, *_ in launches.executed] == [1, 1, 2, 3, 4]
 
 
 def test_calls_that_differ_in_what_the_host_does_not_read_share_a_recipe(launches):
@@ -87,7 +108,8 @@ def test_a_call_that_differs_has_a_recipe_of_its_own(launches):
     options = (
         {}, {"causal": True}, {"softmax_scale": 0.5}, {"window_size": (3, 3)}, {"sm_margin": 1},
         {"plan": Plan(128, 64)}, {"deterministic": True}, {"batch": 4}, {"used": (words(3), None)},
-        {"used": (None, words(3))}, {"used": (words(3), words(3))}, {"tensors": fakes(total_q=41)},
+        {"used": (None, words(3))}, {"used": (words(3), words(3))}, {"softcap": 2.0},
+        {"attention_chunk": 9}, {"tensors": fakes(total_q=41)},
         {"tensors": fakes(total_k=51)}, {"tensors": fakes(dtype=torch.float16)}, {"tensors": fakes(head_dim_v=32)},
     )  # fmt: skip
     for each in options:
@@ -102,7 +124,7 @@ def test_a_call_that_differs_has_a_recipe_of_its_own(launches):
         ({"longest": (7, 7.0)}, TypeError, "max_seqlen_k must be an integer of at least 0"),
         ({"longest": (True, 7)}, TypeError, "max_seqlen_q must be an integer of at least 0"),
         ({"used": (words, None)}, TypeError, "seqused_q must be a torch.Tensor"),
-        ({"softcap": 2.0}, NotImplementedError, "softcap"),
+        ({"softcap": 2000.0}, ValueError, "softcap must be at most 1024 on CUDA"),
         ({"page_table": 1}, NotImplementedError, "page_table"),
     ],
 )

@@ -14,13 +14,13 @@ from hopper_fa3.problem_packed import PackedProblem
 
 LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
 FORWARD = (
-    "q", "k", "v", "out", "lse", *LENGTHS, "table", "counter", "scale_log2", "right", "left", "section", "ctas",
-    "fills_idle_sms",
+    "q", "k", "v", "out", "lse", "sink", "slopes", *LENGTHS, "table", "counter", "scale_log2", "cap_factor", "right",
+    "left", "chunk", "section", "ctas", "fills_idle_sms",
 )  # fmt: skip
 BACKWARD = (
-    "q", "k", "v", "out", "lse", "do", "dlse", "dq", "dk", "dv", *LENGTHS, "rows", "sums", "turns", "key_table",
-    "step_table", "query_table", "counter", "scale_log2", "scale", "right", "left", "section", "ctas", "query_section",
-    "query_ctas", "fills_idle_sms",
+    "q", "k", "v", "out", "lse", "do", "dlse", "slopes", "dq", "dk", "dv", *LENGTHS, "rows", "sums", "turns",
+    "key_table", "step_table", "query_table", "counter", "scale_log2", "scale", "cap_factor", "right", "left", "chunk",
+    "section", "ctas", "query_section", "query_ctas", "fills_idle_sms",
 )  # fmt: skip
 SMS = 132
 
@@ -121,7 +121,7 @@ def test_no_work_is_not_launched(none, kernels):
     assert not out.any() and (lse == -math.inf).all()
     leaves = [x.requires_grad_() for x in tensors]
     recipe = launch_packed.prepare(asked(leaves, lengths), *leaves)
-    out, _ = ops.PackedAttention.apply(*leaves, recipe, *lengths)
+    out, _ = ops.PackedAttention.apply(*leaves, None, None, recipe, *lengths)
     for gradient, x in zip(torch.autograd.grad(out, leaves, torch.ones_like(out)), leaves, strict=True):
         assert gradient.shape == x.shape and not gradient.any()
     assert not kernels.asked
@@ -140,7 +140,7 @@ def test_what_tma_cannot_read_is_copied(kernels):
 def gradients(tensors, lengths, through=("out", "lse"), wanted="qkv", deterministic=False, **options):
     leaves = [x.detach().requires_grad_(name in wanted) for name, x in zip("qkv", tensors, strict=True)]
     recipe = launch_packed.prepare(asked(leaves, lengths, **options), *leaves, deterministic=deterministic)
-    results = ops.PackedAttention.apply(*leaves, recipe, *lengths)
+    results = ops.PackedAttention.apply(*leaves, None, None, recipe, *lengths)
     used = [result for name, result in zip(("out", "lse"), results, strict=True) if name in through]
     torch.autograd.backward(used, [torch.ones_like(x) for x in used])
     return [x.grad for x in leaves]
@@ -193,7 +193,7 @@ def test_a_second_derivative_is_refused(kernels):
     tensors, lengths = inputs()
     leaves = [x.requires_grad_() for x in tensors]
     recipe = launch_packed.prepare(asked(leaves, lengths), *leaves)
-    out, _ = ops.PackedAttention.apply(*leaves, recipe, *lengths)
+    out, _ = ops.PackedAttention.apply(*leaves, None, None, recipe, *lengths)
     (dq,) = torch.autograd.grad(out.sum(), leaves[:1], create_graph=True)
     with pytest.raises(NotImplementedError, match="once only"):
         dq.sum().backward()
@@ -216,3 +216,84 @@ def test_sections_hold_whole_groups_and_enough_tiles():
     assert plan.packed_section(many, 128, SMS) == 4  # K and V of one head take the budget, which 500 tiles of 4 share
     config = plan.backward_config(many.backward_static(False, False), plan.BACKWARD_PLAN)
     assert 1 <= plan.packed_backward_section(many, config, SMS) <= 8
+
+
+# Softcap, sinks, slopes, chunks
+
+ENDS = torch.tensor([2, 2, 5, 9, 12], dtype=torch.int32)  # of 14 rows
+USED = {None: [2, 3, 4, 5, 6, 7, 8, 9, 10, 11], (0, 2, 4, 0): [2, 3, 5, 6, 7, 8]}
+
+
+@pytest.mark.parametrize("used", USED)
+def test_rows_that_sequences_use(used):
+    counts = None if used is None else torch.tensor(used, dtype=torch.int32)
+    found = launch_packed.used_queries((ENDS, ENDS, counts, None), 14)
+    assert found.nonzero().flatten().tolist() == USED[used]
+    assert not launch_packed.used_queries((ENDS[:1], ENDS[:1], None, None), 14).any()
+
+
+def hook(batch=3, heads=4):
+    return {"sink": torch.arange(heads).to(torch.bfloat16), "alibi_slopes": torch.arange(heads).float()}
+
+
+def test_what_changed_scores_are_launched_with(kernels):
+    tensors, lengths = inputs()
+    problem = asked(tensors, lengths, softcap=15.0, attention_chunk=100, softmax_scale=-0.5, **hook())
+    recipe = launch_packed.prepare(problem, *tensors, sink=hook()["sink"])
+    launch_packed.execute(recipe, *tensors, lengths, **hook())
+    per_sequence = torch.rand(3, 4)
+    launch_packed.execute(recipe, *tensors, lengths, alibi_slopes=per_sequence)
+    got, other = kernels.calls
+    assert got.sink.dtype == torch.float32 and got.sink.tolist() == [0, 1, 2, 3] and other.sink is None
+    assert got.slopes.tolist() == [[0, 1, 2, 3]] * 3 and torch.equal(other.slopes, per_sequence)
+    assert (got.scale_log2, got.cap_factor) == launch.scales(problem) and got.cap_factor < 0
+    assert (got.right, got.left, got.chunk) == (699, 900, 100)
+    static, _ = kernels.asked[0]
+    assert (static.softcap, static.sink, static.alibi, static.chunked) == (True, True, "distance", True)
+
+
+def sink_gradients(kernels, tensors, lengths, sink, options, **through):
+    recorded = sink.clone().requires_grad_()
+    problem = asked(tensors, lengths, sink=recorded, **options)
+    recipe = launch_packed.prepare(problem, *tensors, sink=recorded)
+    results = ops.PackedAttention.apply(*tensors, recorded, options.get("alibi_slopes"), recipe, *lengths)
+    found = torch.autograd.grad(results, recorded, tuple(torch.ones_like(x) for x in results))[0]
+    return found, results
+
+
+def test_the_gradient_of_a_sink_comes_from_the_row_statistics(kernels):
+    """Of lines that the kernels write; what they leave as it was has no weight."""
+    tensors, lengths = inputs()
+    options = {"softcap": 2.0, "alibi_slopes": torch.ones(3, 4), "causal": True}
+    sink, statistics = torch.tensor([0.5, -math.inf, 0.0, 1.0]), torch.randn(4, 3, 2, 64, dtype=torch.float64)
+    plain = kernels.backward
+
+    def backward(*given):
+        plain(*given)
+        rows = kernels.calls[-1].rows
+        assert (rows == math.inf).all()
+        rows[:, 2:5].copy_(statistics.flatten(-2))
+
+    kernels.backward = backward
+    found, _ = sink_gradients(kernels, tensors, lengths, sink, options)
+    got = kernels.calls[-1]
+    assert torch.equal(got.slopes, options["alibi_slopes"]) and got.cap_factor is not None and got.chunk is None
+    lse, delta = statistics.unbind(-2)
+    weights = torch.exp2((sink.double() - 2.0)[:, None, None] * math.log2(math.e) - lse)
+    torch.testing.assert_close(found.double(), -(weights * delta).sum((1, 2)), rtol=1e-5, atol=1e-5)
+    static, _ = kernels.asked[-1]
+    assert static.sink and static.softcap and static.alibi == "linear"
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_a_sink_without_any_key(used, kernels):
+    """The LSE of rows that sequences use, where its gradient is the sink's."""
+    tensors, lengths = inputs(total_k=0, used=(used, False))
+    lengths = (lengths[0].clamp(10, 690), *lengths[1:])
+    sink = torch.tensor([0.5, -math.inf, 0.0, 1.0])
+    found, (out, lse) = sink_gradients(kernels, tensors, lengths, sink, {})
+    rows = 3 if used else 680
+    assert not kernels.asked and not out.any() and found.tolist() == [rows, 0, rows, rows]
+    inside = launch_packed.used_queries(lengths, 700)
+    assert inside.sum() == rows and (lse[:, ~inside] == -math.inf).all()
+    assert torch.equal(lse[:, inside], sink[:, None].expand(4, rows))

@@ -35,7 +35,7 @@ LEGAL = {
     "attention_chunk": 0, "softcap": 0.0, "large_softcap": None, "qv": None, "q_descale": None, "k_descale": None,
     "v_descale": None,
     "sink": None, "alibi_slopes": None, "score": None, "mask": None, "block_mask": None, "out": None,
-    "slopes_gradient": False, "requires_grad": False, "tangent": False, "packed": False, "total_q": 5, "total_k": 7,
+    "slopes_gradient": False, "requires_grad": False, "tangent": False, "total_q": 5, "total_k": 7,
     "sequences": 3, "packed_tiles_q": 12, "packed_tiles_k": 12, "page_table": None,
 }  # fmt: skip
 CUDA = {"device": "cuda", "architecture": "sm_90", "remaining_sms": SMS}
@@ -77,12 +77,6 @@ ROWS = (
     ("large_softcap", CUDA | {"large_softcap": 1025.0}, ValueError, "softcap must be at most 1024 on CUDA, got 1025.0"),
     *((name, CUDA | {name: torch.ones(2)}, NotImplementedError,
        f"{name} must be None on CUDA (not built yet), got Tensor") for name in ("score", "mask")),
-    *((name, CUDA | {"packed": True, name: given}, NotImplementedError,
-       f"{name} must be {legal} for packed sequences on CUDA (not built yet), got {given}")
-      for name, given, legal in (("attention_chunk", 64, 0), ("softcap", 15.0, 0.0))),
-    *((name, CUDA | {"packed": True, name: torch.ones(2)}, NotImplementedError,
-       f"{name} must be None for packed sequences on CUDA (not built yet), got Tensor")
-      for name in ("sink", "alibi_slopes", "score", "mask")),
     *((name, {name: torch.ones(2)}, NotImplementedError, f"{name} must be None (not built yet), got Tensor")
       for name in ("qv", "q_descale", "k_descale", "v_descale", "block_mask", "page_table")),
     ("slopes_gradient", {"slopes_gradient": True}, NotImplementedError, f"{SLOPES}, got True"),
@@ -122,8 +116,8 @@ def test_a_row_refuses_and_is_the_only_one_to(index):
         CUDA | {"total_q": 2**30 - 1, "total_k": 2**30 - 1, "sequences": 2**26 - 1},
         CUDA | {"packed_tiles_q": 2**31 - 2**12 - 1, "packed_tiles_k": 2**31 - 2**12 - 1},
         {"packed_tiles_q": 2**31, "packed_tiles_k": 2**31, "sequences": 2**31}, {"total_q": 2**31, "total_k": 2**31},
-        {"packed": True, "softcap": 15.0, "attention_chunk": 64},
-        {"packed": True} | dict.fromkeys(("sink", "alibi_slopes", "score", "mask"), torch.ones(2)),
+        CUDA | {"softcap": 15.0, "attention_chunk": 64, "sink": torch.ones(4), "alibi_slopes": torch.ones(4)},
+        dict.fromkeys(("score", "mask"), torch.ones(2)),
     ],
     ids=str,
 )  # fmt: skip
@@ -224,8 +218,7 @@ def test_a_call_with_an_illegal_option(options, error, message):
 def test_every_option_that_is_not_built_is_refused_by_a_call():
     unbuilt = {row.fact for row in ILLEGAL if row.error is NotImplementedError}
     # Facts that are no options, and those that only packed calls have
-    only_packed = dict.fromkeys(("attention_chunk", "softcap", "sink", "page_table"))
-    others = {"slopes_gradient": "alibi_slopes", "tangent": None, **only_packed}
+    others = {"slopes_gradient": "alibi_slopes", "tangent": None, "page_table": None}
     options = {others.get(fact, fact) for fact in unbuilt} - {None}
     calls = [(options, error) for options, error, _ in CALLS] + [(options, error) for _, options, error, _ in ON_CUDA]
     assert options <= {next(iter(given)) for given, error in calls if given and error is NotImplementedError}

@@ -8,7 +8,7 @@ from refusal import refused
 
 from hopper_fa3.hooks import MaskHook, ScoreHook, indices_of
 from hopper_fa3.plan import Plan
-from hopper_fa3.problem import ILLEGAL, BackwardStatic, Packed, Problem, Static
+from hopper_fa3.problem import ILLEGAL, ON_CUDA, BackwardStatic, Packed, Problem, Static
 from hopper_fa3.problem_packed import PackedProblem, used_rows
 
 NUMBERS = {"total_q": 9, "total_k": 12, "heads": 4, "heads_k": 2, "head_dim": 64, "head_dim_v": 32}
@@ -133,15 +133,14 @@ def test_every_option_of_the_table_is_refused():
 
 
 def test_every_option_of_the_table_is_refused_on_cuda(hopper):
-    values = {
-        "attention_chunk": 3, "softcap": 2.0, "sink": torch.ones(4, device="cuda"),
-        "alibi_slopes": torch.ones(3, 4, device="cuda"), "score": ScoreHook("none", None),
-        "mask": MaskHook("none", None),
-    }  # fmt: skip
-    assert set(values) == {row.fact for row in ILLEGAL if ("packed", True) in row.where}
+    values = {"score": ScoreHook("none", None), "mask": MaskHook("none", None)}
+    unbuilt = {row.fact for row in ILLEGAL if row.error is NotImplementedError and row.where == ON_CUDA} - {"tangent"}
+    assert set(values) == unbuilt
     for name, value in values.items():
-        with pytest.raises(NotImplementedError, match=f"^{name} must be .* for packed sequences on CUDA"):
+        with pytest.raises(NotImplementedError, match=f"^{name} must be None on CUDA"):
             asked(device="cuda", options={name: value})
+    with refused(ValueError, "softcap must be at most 1024 on CUDA, got 1025.0"):
+        asked(device="cuda", options={"softcap": 1025})
 
 
 def test_a_problem_says_what_was_asked():
@@ -196,6 +195,23 @@ def test_a_chunk_is_kept_for_the_sequences_of_which_it_hides_keys(chunk, seqlen_
     assert problem.attention_chunk == chunk
     found = problem.side_by_side(torch.arange(1), seqlen_q, seqlen_k)
     assert (found.attention_chunk, found.left, found.right) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, (8, None, None)),
+        ({"window_size": (4, 3)}, (3, 4, None)),
+        # A chunk as long as all rows still hides keys from queries in front of the first one
+        ({"attention_chunk": 12}, (8, 12, 12)),
+        ({"attention_chunk": 5, "window_size": (6, 7)}, (7, 6, 5)),
+        ({"attention_chunk": 2**62, "causal": True}, (0, 12, 2**30)),
+    ],
+)
+def test_the_bounds_of_kernels(options, expected):
+    problem = asked(options=options)
+    assert problem.kernel_bounds == expected
+    assert (problem.bounded, problem.windowed) == (bool(options), expected[1] is not None)
 
 
 def test_hooks_of_sequences_side_by_side():
@@ -257,6 +273,11 @@ def test_the_static_parts(hopper):
     assert found.static == Static("bfloat16", 64, 64, True, False, True, packed)
     gradients = BackwardStatic("bfloat16", 64, 64, True, True, False, packed=packed)
     assert found.backward_static(True, False) == gradients
+    hook = {"softcap": 2, "sink": torch.ones(4, device="cuda"), "alibi_slopes": torch.ones(3, 4, device="cuda")}
+    more = asked(device="cuda", options={"causal": True, "softmax_scale": -1.0, "attention_chunk": 100} | hook)
+    changed = {"left_bound": True, "softcap": True, "sink": True, "alibi": "linear", "chunked": True}
+    assert more.static == found.static._replace(negative_scale=False, **changed)
+    assert more.backward_static(True, False) == gradients._replace(**changed)
     used = {f"seqused_{name}": torch.empty(3, dtype=torch.int32, device="cuda") for name in "qk"}
     assert asked(device="cuda", **used).static.packed == Packed(used_q=True, used_k=True)
 

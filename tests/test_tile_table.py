@@ -14,6 +14,7 @@ from threads import ThreadCta, float_bits, words
 from hopper_fa3.kernels import table_size
 from hopper_fa3.kernels import tile_table as real
 from hopper_fa3.kernels.blocks import Band
+from hopper_fa3.kernels.chunks import ChunkedBand
 
 THREADS = 64  # of a CTA here: several rounds with few sequences
 
@@ -32,29 +33,34 @@ class Case:
             counts = np.array([chance.randint(0, length) for length in lengths]) if has_used else np.array(lengths)
             self.sides.append((ends, counts, total))
 
-    def expected(self, table, right):
+    def expected(self, table, bounds):
         """{entry without its line: steps} that a table must list, by brute force."""
         found = {}
         own, other = (self.sides[1], self.sides[0]) if table.keys else self.sides
-        for begin, length, other_begin, other_length in self.ranges(own, other):
+        for number, begin, length, other_begin, other_length in self.ranges(own, other):
+            if number is None and table.marked:
+                other_length = -1
             for block in range(-(-length // table.tile)):
                 of_q, of_k = ((begin, length), (other_begin, other_length))[:: -1 if table.keys else 1]
                 entry = (block, of_q[1], of_k[1], of_q[0], of_k[0])
-                found[entry] = self.steps(table, block, of_q[1], of_k[1], right)
+                found[entry] = self.steps(table, block, of_q[1], of_k[1], bounds)
         return found
 
     def ranges(self, own, other):
-        """(begin, length, the same of the other side): sequences, and rows that none uses."""
+        """(number, begin, length, the same of the other side): sequences, and rows that none uses."""
         (ends, counts, total), (other_ends, other_counts, _) = own, other
         for index in range(self.batch):
             unused = ends[index] + counts[index]
-            yield int(ends[index]), int(counts[index]), int(other_ends[index]), int(other_counts[index])
-            yield int(unused), int(ends[index + 1] - unused), None, 0
-        yield 0, int(ends[0]), None, 0
-        yield int(ends[-1]), total - int(ends[-1]), None, 0
+            yield index, int(ends[index]), int(counts[index]), int(other_ends[index]), int(other_counts[index])
+            yield None, int(unused), int(ends[index + 1] - unused), None, 0
+        yield None, 0, int(ends[0]), None, 0
+        yield None, int(ends[-1]), total - int(ends[-1]), None, 0
 
-    def steps(self, table, block, seqlen_q, seqlen_k, right):
+    def steps(self, table, block, seqlen_q, seqlen_k, bounds):
         """Steps in which some row of the tile sees some row of the step."""
+        if bounds.chunk:
+            return self.steps_by_pairs(table, block, seqlen_q, seqlen_k, bounds)
+        right = bounds.right if bounds.given else None
         first, steps = block * table.tile, 0
         length, other = (seqlen_k, seqlen_q) if table.keys else (seqlen_q, seqlen_k)
         last = min(first + table.tile, length) - 1
@@ -64,8 +70,21 @@ class Case:
             steps += right is None or key <= query + seqlen_k - seqlen_q + right
         return steps
 
+    def steps_by_pairs(self, table, block, seqlen_q, seqlen_k, bounds):
+        """The same in chunks, from all pairs; steps of a tile of queries begin with the first key that it sees."""
+        queries, keys = np.arange(seqlen_q)[:, None], np.arange(max(seqlen_k, 0))[None]
+        place = queries + seqlen_k - seqlen_q
+        seen = (keys <= place + bounds.right) & (keys >= place - bounds.left)
+        seen &= (place >= 0) & (keys // bounds.chunk == place // bounds.chunk)
+        tiles = seen.T if table.keys else seen
+        others = tiles[block * table.tile :][: table.tile].any(0).nonzero()[0]
+        if not len(others):
+            return 0
+        begin = 0 if table.keys else others[0]
+        return (others[-1] - begin) // table.step - (others[0] - begin) // table.step + 1
 
-def listed(case, table, right):
+
+def listed(case, table, bounds):
     """The lines that the kernel writes."""
     cta = ThreadCta(THREADS)
     kernels = cta.kernels({"tile_table": {"float_bits": float_bits}})
@@ -84,8 +103,11 @@ def listed(case, table, right):
         )
     )  # fmt: skip
     fields = {name: getattr(table, name) for name in table.__dataclass_fields__}
-    run = module.TileTable(**fields | {"band": kernels["blocks"].Band(**vars(table.band))})
-    bounds = SimpleNamespace(right=right or 0, left=None)
+    kind = kernels["chunks"].ChunkedBand if table.band.chunked else kernels["blocks"].Band
+    run = module.TileTable(**fields | {"band": kind(**vars(table.band))})
+    if bounds.chunk:
+        reach = kernels["chunks"].Reach
+        bounds = SimpleNamespace(right=reach(bounds.right, bounds.chunk), left=reach(bounds.left, bounds.chunk))
     cta.run(lambda: run.run(*sides, memory, bounds))
     return memory.array
 
@@ -95,11 +117,16 @@ def known(table, entry):
     block, seqlen_q, seqlen_k, offset_q, offset_k, *_ = entry
     if table.keys:
         return block, seqlen_q, seqlen_k, offset_q if seqlen_q else None, offset_k
-    return block, seqlen_q, seqlen_k, offset_q, offset_k if seqlen_k else None
+    return block, seqlen_q, seqlen_k, offset_q, offset_k if seqlen_k > 0 else None
 
 
-def check(case, table, right):
-    found, expected = listed(case, table, right), case.expected(table, right)
+def bounds_of(right, left=None, chunk=0):
+    return SimpleNamespace(right=right or 0, left=left, chunk=chunk, given=right is not None)
+
+
+def check(case, table, right, *others):
+    bounds = bounds_of(right, *others)
+    found, expected = listed(case, table, bounds), case.expected(table, bounds)
     count = found[0, 0]
     assert count == len(expected) <= len(found) - table_size.HEADER
     entries = [tuple(int(word) for word in line[:6]) for line in found[table_size.HEADER : table_size.HEADER + count]]
@@ -112,8 +139,8 @@ def check(case, table, right):
     return entries
 
 
-def table(tile, step, keys, right_bound, **options):
-    band = Band(tile if keys else step, right_bound, packed=True)
+def table(tile, step, keys, right_bound, chunked=False, **options):
+    band = (ChunkedBand if chunked else Band)(tile if keys else step, right_bound, chunked, packed=True)
     return real.TileTable(tile, step, keys, band, threads=THREADS, **options)
 
 
@@ -136,6 +163,48 @@ def test_every_row_is_in_one_tile(name, used):
         check(
             Case(seed, batch, (3000, 700, 300)[seed], used, gaps=seed > 0), table, 0 if table.band.right_bound else None
         )
+
+
+CHUNKED = {
+    "queries": table(128, 80, False, True, chunked=True, marked=True, numbered=True),
+    "keys": table(64, 64, True, True, chunked=True, line_rows=64, numbered=True),
+}
+
+
+@pytest.mark.parametrize("name", CHUNKED)
+@pytest.mark.parametrize(
+    ("right", "left", "chunk"), [(0, 2**20, 100), (700, 700, 64), (30, 90, 250), (0, 2**20, 2**30)]
+)
+def test_tiles_in_chunks(name, right, left, chunk):
+    """As many steps as some pair is seen in."""
+    for seed in range(2):
+        case = Case(seed, (5, 100)[seed], (700, 300)[seed], (True, False), gaps=True)
+        check(case, CHUNKED[name], right, left, chunk)
+
+
+@pytest.mark.parametrize("name", CHUNKED)
+def test_sequences_have_their_numbers(name):
+    table, case = CHUNKED[name], Case(7, 90, 300, (True, False), gaps=True)
+    found = listed(case, table, bounds_of(0, 2**20, 100))
+    seen = set()
+    for line in found[table_size.HEADER : table_size.HEADER + found[0, 0]]:
+        _, seqlen_q, seqlen_k, offset_q, offset_k, _, number = (int(word) for word in line[:7])
+        if seqlen_q > 0 and seqlen_k > 0:
+            (ends_q, used_q, _), (ends_k, used_k, _) = case.sides
+            assert (ends_q[number], used_q[number], ends_k[number], used_k[number]) == (
+                offset_q, seqlen_q, offset_k, seqlen_k,
+            )  # fmt: skip
+            seen.add(number)
+        assert 0 <= number < case.batch  # slopes are read by it, also where there is no key
+    (_, used_q, _), (_, used_k, _) = case.sides
+    assert seen == set(((used_q > 0) & (used_k > 0)).nonzero()[0])
+
+
+def test_rows_of_no_sequence_are_marked():
+    """A sink is that of sequences without keys, not of rows between them."""
+    table, case = CHUNKED["queries"], Case(3, 60, 300, (True, True), gaps=True)
+    lengths = [entry[2] for entry in check(case, table, 0, 2**20, 100)]
+    assert {-1, 0} < set(lengths)
 
 
 def test_lines_of_the_workspace_are_the_sequences_own():
@@ -163,7 +232,7 @@ def test_a_sequence_stands_together_in_the_order_of_turns():
             own = entries[place : place + tiles]
             assert [entry[0] for entry in own] == list(range(tiles))[::-1]
             assert len({entry[1:] for entry in own}) == 1
-            most = max(case.steps(table, entry[0], entry[1], entry[2], 0) for entry in own)
+            most = max(case.steps(table, entry[0], entry[1], entry[2], bounds_of(0)) for entry in own)
             assert most <= longest * (1 + 2.0**-real.LEADING_BITS)
             place, longest = place + tiles, most
 
@@ -173,7 +242,7 @@ def test_an_unlawful_table_stays_within_its_memory():
     case = Case(0, 4, 300)
     _, counts, total = case.sides[0]
     case.sides[0] = np.array([0, total, 0, total, -7]), counts, total
-    found = listed(case, TABLES["queries"], None)
+    found = listed(case, TABLES["queries"], bounds_of(None))
     assert 0 <= found[0, 0] <= len(found) - table_size.HEADER
 
 
