@@ -89,8 +89,14 @@ ILLEGAL = (
     # The kernel's scores are off by a float32's last bit of the cap (kernels/score.py).
     Illegal("large_softcap", (None,), ON_CUDA, ValueError, "softcap must be at most 1024 on CUDA"),
     *(
-        Illegal(name, (None,), DENSE_ON_CUDA, NOT_BUILT, f"{name} must be None on CUDA (not built yet)")
-        for name in ("score", "mask")
+        Illegal(
+            f"{name}_{function}", (True,), where, NOT_BUILT,
+            f"{name} must have a function {function} for {what} on CUDA",
+        )
+        for name, function, where, what in (
+            ("score", "forward", DENSE_ON_CUDA, "tensors"), ("mask", "visible", DENSE_ON_CUDA, "tensors"),
+            ("score", "backward", (*DENSE_ON_CUDA, ("requires_grad", True)), "gradients"),
+        )
     ),
     *(
         Illegal(
@@ -135,12 +141,14 @@ class Static(NamedTuple):
     head_dim_v: int  # tile class
     right_bound: bool  # a right bound is present; its value is a run-time argument (causal: 0)
     left_bound: bool  # likewise; only together with a right one
-    negative_scale: bool  # not with softcap, where the sign is in a run-time argument
+    negative_scale: bool  # not with softcap or a score hook, where the sign is in a run-time argument
     packed: Packed | None = None
     softcap: bool = False
     sink: bool = False
     alibi: str | None = None  # "linear" where no query sees a key behind its diagonal, else "distance"
     chunked: bool = False  # only with both bounds
+    score: ScoreHook | None = None  # hooks are equal where their keys are
+    mask: MaskHook | None = None
 
 
 class BackwardStatic(NamedTuple):
@@ -157,6 +165,8 @@ class BackwardStatic(NamedTuple):
     softcap: bool = False
     alibi: str | None = None
     chunked: bool = False
+    score: ScoreHook | None = None
+    mask: MaskHook | None = None
 
 
 @dataclass(frozen=True)
@@ -211,7 +221,8 @@ class Problem:
             "softcap": softcap, "large_softcap": softcap if softcap > LARGEST_SOFTCAP else None,
             "qv": qv, "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale,
             "sink": sink, "alibi_slopes": alibi_slopes, "score": score, "mask": mask, "block_mask": block_mask,
-            "out": out,
+            "out": out, "score_forward": _has(score, "forward"), "score_backward": _has(score, "backward"),
+            "mask_visible": _has(mask, "visible"),
         }  # fmt: skip
         refuse_illegal(facts)
         check_memory(q, k=k, v=v, sink=sink, alibi_slopes=alibi_slopes, out=out)
@@ -274,11 +285,13 @@ def static_of(problem):
         # open on the right is rare
         right_bound=problem.bounded,
         left_bound=problem.windowed,
-        negative_scale=problem.softmax_scale < 0 and not problem.softcap,
+        negative_scale=problem.softmax_scale < 0 and not problem.softcap and problem.score is None,
         softcap=problem.softcap > 0,
         sink=problem.has_sink,
         alibi=("linear" if problem.right == 0 else "distance") if problem.has_alibi else None,
         chunked=problem.attention_chunk > 0,
+        score=problem.score,
+        mask=problem.mask,
     )
 
 
@@ -288,6 +301,7 @@ def backward_static_of(problem, lse_gradient, deterministic):
     return BackwardStatic(
         static.dtype, static.head_dim, static.head_dim_v, static.right_bound, lse_gradient, deterministic,
         static.left_bound, softcap=static.softcap, alibi=static.alibi, chunked=static.chunked,
+        score=static.score, mask=static.mask,
     )  # fmt: skip
 
 
@@ -454,6 +468,11 @@ def check_memory(q, **others):
 
 def _has_tangent(tensor):
     return forward_ad.unpack_dual(tensor).tangent is not None
+
+
+def _has(hook, function):
+    """Whether there is such a function, or no hook: True, or as errors show it None."""
+    return True if hook is None or getattr(hook, function) is not None else None
 
 
 def _address(tensor):
