@@ -19,14 +19,15 @@ the key on query i's diagonal (masks align to the bottom right), in this order::
 
 Any of them combine. All have a gradient that counts them in; the sink gets one of its own, the slopes none. The time is
 that of the blocks that some query sees; blocks that only a hook hides are computed. On CUDA softcap is at most 1024,
-and hooks are not built yet.
+and a hook needs functions for CUDA (hopper_fa3/hooks.py); packed sequences take none there.
 """
 
 import torch
 from torch.autograd import forward_ad
 
 from . import launch, launch_packed, ops, reference, reference_packed
-from .problem import Problem, check_states, split_packed
+from .checks import check_states
+from .problem import Problem, split_packed
 from .problem_packed import PackedProblem
 
 MEMO_ENTRIES = 4096  # one or two KiB each: bounds what a program with endlessly varying lengths keeps

@@ -87,6 +87,29 @@ def _check_device(name, tensor, q):
         raise RuntimeError(f"{name} must be on q's device {q.device}, got {tensor.device}")
 
 
+def check_states(out_a, lse_a, out_b, lse_b):
+    """Raise where the arguments of merge_states do not fit each other."""
+    for name, tensor in (("out_a", out_a), ("lse_a", lse_a), ("out_b", out_b), ("lse_b", lse_b)):
+        require_tensor(name, tensor)
+        if not tensor.is_floating_point():
+            raise TypeError(f"{name} must be floating point, got {name_of(tensor.dtype)}")
+    for name in ("dtype", "device"):
+        pair = tuple(getattr(tensor, name) for tensor in (out_a, out_b))
+        if pair[0] != pair[1]:
+            error = TypeError if name == "dtype" else RuntimeError
+            raise error(f"out_a and out_b must have one {name}, got {pair[0]} and {pair[1]}")
+    if out_a.dim() not in (3, 4) or out_a.shape != out_b.shape:
+        raise ValueError(
+            "out_a and out_b must have one shape (batch, seqlen_q, heads, head_dim_v) or (total, heads, head_dim_v), "
+            f"got {tuple(out_a.shape)} and {tuple(out_b.shape)}"
+        )
+    expected = tuple(out_a.transpose(-3, -2).shape[:-1])
+    if tuple(lse_a.shape) != expected or tuple(lse_b.shape) != expected:
+        raise ValueError(
+            f"lse_a and lse_b must have shape {expected}, got {tuple(lse_a.shape)} and {tuple(lse_b.shape)}"
+        )
+
+
 def check_flag(name, value):
     """Raise where a value is no flag."""
     if not isinstance(value, int):  # a tensor could change its value under the memo of api.py

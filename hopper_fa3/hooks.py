@@ -8,6 +8,22 @@ come causal, window_size, attention_chunk and the mask hook, of which each can h
 sink. All indices count from 0: batch entry, query head, query and key, the last two as they lie in q and k (the key on
 the query's diagonal is ``query + seqlen_k - seqlen_q``). Of packed sequences each is a batch entry, whose queries and
 keys count from its own first ones.
+
+The CuTe functions are plain Python functions, or ``@cute.jit`` ones, that a kernel's tracer calls for each element:
+
+- ``score`` and ``gradient`` are Float32 in natural units, the indices Int32. A score hook's functions return a float, a
+  mask hook's a Boolean (``&`` and ``|``, not ``and`` and ``or``; ``if`` on a value only in a ``@cute.jit`` function,
+  ``cutlass.select_(condition, a, b)`` anywhere). Of arithmetic only, a function may serve tensors as well.
+- They must have no effects, and hold Python constants only: the kernel is compiled once for a key.
+- They are called for all elements of the blocks that causal, window_size and attention_chunk leave, also where these
+  hide a pair, where the mask hook does, and past the ends of queries and keys. What they return there is not used.
+  Blocks that only a mask hook hides are computed as others are: the time is that of the call without it. A NaN or inf
+  in V of a hidden key may reach the other queries of its tile, as elsewhere.
+- ``backward`` must be linear in ``gradient``, as the gradient of one score is: kernels hand it a probability, and
+  multiply what it returns with the rest.
+- A row that a mask hook leaves without keys yields 0 and LSE -inf, or the sink.
+
+Packed sequences on CUDA take no hooks yet.
 """
 
 from collections.abc import Callable

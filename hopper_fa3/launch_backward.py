@@ -52,7 +52,8 @@ def sink_gradient(sink, rows, problem):
     """
     lse, delta = rows.unflatten(-1, (2, -1)).unbind(-2)
     # Of scores in base 2, which with softcap lack a constant: kernels/score.py
-    logits = (sink.float() - problem.softcap) * math.log2(math.e)
+    constant = problem.softcap if problem.score is None else 0.0
+    logits = (sink.float() - constant) * math.log2(math.e)
     weights = torch.exp2(logits[:, None, None] - lse)
     return (weights * delta).masked_fill_(weights == 0, 0).sum((0, 2, 3)).neg_().to(sink.dtype)
 

@@ -88,7 +88,20 @@ ILLEGAL = (
     # The kernel's scores are off by a float32's last bit of the cap (kernels/score.py).
     Illegal("large_softcap", (None,), ON_CUDA, ValueError, "softcap must be at most 1024 on CUDA"),
     *(
-        Illegal(name, (None,), ON_CUDA, NOT_BUILT, f"{name} must be None on CUDA (not built yet)")
+        Illegal(
+            f"{name}_{function}", (True,), where, NOT_BUILT,
+            f"{name} must have a function {function} for {what} on CUDA",
+        )
+        for name, function, where, what in (
+            ("score", "forward", ON_CUDA, "tensors"), ("mask", "visible", ON_CUDA, "tensors"),
+            ("score", "backward", (*ON_CUDA, ("requires_grad", True)), "gradients"),
+        )
+    ),
+    *(
+        Illegal(
+            f"packed_{name}", (None,), ON_CUDA, NOT_BUILT,
+            f"{name} must be None for packed sequences on CUDA (not built yet)",
+        )
         for name in ("score", "mask")
     ),
     *(
@@ -124,12 +137,14 @@ class Static(NamedTuple):
     head_dim_v: int  # tile class
     right_bound: bool  # a right bound is present; its value is a run-time argument (causal: 0)
     left_bound: bool  # likewise; only together with a right one
-    negative_scale: bool  # not with softcap, where the sign is in a run-time argument
+    negative_scale: bool  # not with softcap or a score hook, where the sign is in a run-time argument
     packed: Packed | None = None
     softcap: bool = False
     sink: bool = False
     alibi: str | None = None  # "linear" where no query sees a key behind its diagonal, else "distance"
     chunked: bool = False  # only with both bounds
+    score: ScoreHook | None = None  # hooks are equal where their keys are
+    mask: MaskHook | None = None
 
 
 class BackwardStatic(NamedTuple):
@@ -147,6 +162,8 @@ class BackwardStatic(NamedTuple):
     alibi: str | None = None
     chunked: bool = False
     sink: bool = False  # of packed sequences, where rows without keys count in its gradient
+    score: ScoreHook | None = None
+    mask: MaskHook | None = None
 
 
 @dataclass(frozen=True)
@@ -200,7 +217,8 @@ class Problem:
             "softcap": softcap, "large_softcap": too_large(softcap),
             "qv": qv, "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale,
             "sink": sink, "alibi_slopes": alibi_slopes, "score": score, "mask": mask, "block_mask": block_mask,
-            "out": out,
+            "out": out, "score_forward": _has(score, "forward"), "score_backward": _has(score, "backward"),
+            "mask_visible": _has(mask, "visible"),
         }  # fmt: skip
         refuse_illegal(facts)
         check_memory(q, k=k, v=v, sink=sink, alibi_slopes=alibi_slopes, out=out)
@@ -268,11 +286,13 @@ def static_of(problem):
         # open on the right is rare
         right_bound=problem.bounded,
         left_bound=problem.windowed,
-        negative_scale=problem.softmax_scale < 0 and not problem.softcap,
+        negative_scale=problem.softmax_scale < 0 and not problem.softcap and problem.score is None,
         softcap=problem.softcap > 0,
         sink=problem.has_sink,
         alibi=("linear" if problem.right == 0 else "distance") if problem.has_alibi else None,
         chunked=problem.attention_chunk > 0,
+        score=problem.score,
+        mask=problem.mask,
     )
 
 
@@ -282,6 +302,7 @@ def backward_static_of(problem, lse_gradient, deterministic):
     return BackwardStatic(
         static.dtype, static.head_dim, static.head_dim_v, static.right_bound, lse_gradient, deterministic,
         static.left_bound, softcap=static.softcap, alibi=static.alibi, chunked=static.chunked,
+        score=static.score, mask=static.mask,
     )  # fmt: skip
 
 
@@ -377,29 +398,6 @@ def split_packed(qkv, num_heads_q=None):
     return qkv.split((num_heads_q, heads_k, heads_k), 2)
 
 
-def check_states(out_a, lse_a, out_b, lse_b):
-    """Raise where the arguments of merge_states do not fit each other."""
-    for name, tensor in (("out_a", out_a), ("lse_a", lse_a), ("out_b", out_b), ("lse_b", lse_b)):
-        require_tensor(name, tensor)
-        if not tensor.is_floating_point():
-            raise TypeError(f"{name} must be floating point, got {name_of(tensor.dtype)}")
-    for name in ("dtype", "device"):
-        pair = tuple(getattr(tensor, name) for tensor in (out_a, out_b))
-        if pair[0] != pair[1]:
-            error = TypeError if name == "dtype" else RuntimeError
-            raise error(f"out_a and out_b must have one {name}, got {pair[0]} and {pair[1]}")
-    if out_a.dim() not in (3, 4) or out_a.shape != out_b.shape:
-        raise ValueError(
-            "out_a and out_b must have one shape (batch, seqlen_q, heads, head_dim_v) or (total, heads, head_dim_v), "
-            f"got {tuple(out_a.shape)} and {tuple(out_b.shape)}"
-        )
-    expected = tuple(out_a.transpose(-3, -2).shape[:-1])
-    if tuple(lse_a.shape) != expected or tuple(lse_b.shape) != expected:
-        raise ValueError(
-            f"lse_a and lse_b must have shape {expected}, got {tuple(lse_a.shape)} and {tuple(lse_b.shape)}"
-        )
-
-
 def check_shapes(q, k, v, layouts):
     """Raise where q, k and v are not three tensors that fit each other. ``layouts``: the names of their dimensions."""
     given = tuple(zip("qkv", (q, k, v), layouts, strict=True))
@@ -453,6 +451,11 @@ def check_memory(q, **others):
 
 def _has_tangent(tensor):
     return forward_ad.unpack_dual(tensor).tangent is not None
+
+
+def _has(hook, function):
+    """Whether there is such a function, or no hook: True, or as errors show it None."""
+    return True if hook is None or getattr(hook, function) is not None else None
 
 
 def _address(tensor):

@@ -100,7 +100,7 @@ class PackedProblem:
             "softcap": softcap, "large_softcap": too_large(softcap),
             "qv": qv, "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale,
             "sink": sink, "alibi_slopes": alibi_slopes, "score": score, "mask": mask, "block_mask": block_mask,
-            "page_table": page_table, "out": out,
+            "packed_score": score, "packed_mask": mask, "page_table": page_table, "out": out,
         }  # fmt: skip
         refuse_illegal(facts)
         check_memory(

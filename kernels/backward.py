@@ -52,7 +52,7 @@ class BackwardKernel:
         self.queries = None
         if not config.sums:
             bounds = config.right_bound, config.left_bound, config.packed
-            hook = config.softcap, config.alibi, config.chunked
+            hook = config.softcap, config.alibi, config.chunked, config.score, config.mask
             query_config = QueryConfig(config.dtype, config.head_dim, config.head_dim_v, *bounds, *hook)
             self.queries = QueryKernel(query_config, self.dtype, config.tile_m)
         self.epilogue = Epilogue(config, self.dtype, self.band)
@@ -103,7 +103,7 @@ class BackwardKernel:
         """
         config = self.config
         edge_ctas = rows.shape[0] * rows.shape[1] * rows.shape[2]
-        cap_scale = scale_log2 if const_expr(config.softcap) else None
+        cap_scale = scale_log2 if const_expr(config.softcap and config.score is None) else None
         self.before(out, do, lse, dlse, rows, (sums, turns), cap_scale).launch(
             grid=(edge_ctas, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True
         )

@@ -25,6 +25,7 @@ from .backward_scores import (
     exponentiate,
     own_keys,
     own_statistics,
+    pairs_of,
     query_limits,
     release_queries,
     write_scores,
@@ -61,7 +62,7 @@ class Tile(NamedTuple):
     dk: cute.Tensor
     dv: cute.Tensor
     p: cute.Tensor  # Pᵀ of a step in 16 bit, A of dV
-    factors: cute.Tensor | None  # with softcap, what dP - delta is multiplied with, likewise
+    factors: cute.Tensor | None  # with what dP - delta is multiplied unless with P, likewise
     keys: OwnKeys
 
 
@@ -153,7 +154,7 @@ class BackwardConsumer:
         keys = own_keys(self.band, self.hook, first_key, seqlen_q, seqlen_k, run)
         scores = new_accumulator(products.scores_first, (WGMMA_M, config.tile_m))
         p = new_left_operand(scores, self.dtype)
-        factors = new_left_operand(scores, self.dtype) if const_expr(config.softcap) else None
+        factors = new_left_operand(scores, self.dtype) if const_expr(config.factors) else None
         return Tile(dk, dv, p, factors, keys)
 
     @cute.jit
@@ -294,7 +295,8 @@ class BackwardConsumer:
         """Pᵀ = exp2(Sᵀ scale - LSE), in place and in 16 bit."""
         first = block * self.config.tile_m
         limits = query_limits(tile.keys.first_queries, first)
-        hook = self.hook, bias_of(self.hook, tile.keys, first, accumulator, run), tile.factors
+        bias = bias_of(self.hook, tile.keys, first, accumulator, run)
+        hook = self.hook, bias, pairs_of(self.hook, tile.keys, first, accumulator), tile.factors
         polynomials, width = self.config.polynomial_columns, self.band.width(run)
         exponentiate(accumulator, lse, limits, run, sides, width, *hook, polynomials, self.dtype)
         convert(accumulator, self.dtype, target=tile.p)

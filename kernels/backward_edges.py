@@ -45,7 +45,7 @@ class Prologue:
         """One step's queries of one head, ``place``: (block, head, batch). out, do: (batch, seqlen_q, heads,
         head_dim_v); lse, dlse (or None): (batch, heads, seqlen_q); rows: (batch, heads, blocks, 2 tile_m); sums of dQ:
         (batch, heads, blocks, floats), or None; turns (batch, heads, blocks, pieces), or None: also set to 0.
-        scale_log2: with softcap, else None.
+        scale_log2: where exponents lack cap_constant, else None.
         """
         block, head, batch = place
         lanes = 1 << (self.config.head_dim_v // GROUP - 1).bit_length()  # of a row; a power of two for the shuffles

@@ -15,7 +15,7 @@ from cutlass.cute.nvgpu import warpgroup as wgmma
 from .args import BackwardRunTime
 from .backward_role import Memory, Role, State, words_of
 from .backward_role_products import RoleProducts, make_role_products
-from .backward_scores import OwnKeys, bias_of, differentiate, exponentiate, query_limits, release_queries
+from .backward_scores import OwnKeys, bias_of, differentiate, exponentiate, pairs_of, query_limits, release_queries
 from .barriers import sync_warpgroup
 from .blocks import LEFT, NO_SIDE, Sides
 from .products import convert, new_left_operand
@@ -90,8 +90,9 @@ class ProbabilityRole(Role):
         first_query = block * self.config.tile_m
         limits = query_limits(keys.first_queries, first_query)
         bias = bias_of(self.hook, keys, first_query, scores, run)
-        factors = new_left_operand(scores, self.dtype) if const_expr(self.config.softcap) else None
-        exponentiate(scores, lse, limits, run, sides, self.band.width(run), self.hook, bias, factors)
+        pairs = pairs_of(self.hook, keys, first_query, scores)
+        factors = new_left_operand(scores, self.dtype) if const_expr(self.config.factors) else None
+        exponentiate(scores, lse, limits, run, sides, self.band.width(run), self.hook, bias, pairs, factors)
         # dV in flight reads the operand's registers: until it is done they cannot take the next P
         memory.p_pipe.producer_acquire(state.p)
         if const_expr(not first):

@@ -11,7 +11,7 @@ from .args import BackwardRunTime
 from .blocks import NO_SIDE, Band, Sides
 from .mask import inside
 from .products import converted_pair, rows_and_columns, store_copy
-from .score import Bias, ScoreHook, cap, derivative, literal
+from .score import Bias, Pairs, ScoreHook, cap, known_with, literal
 from .softmax import QUAD, ROWS
 
 ROUND = 1.5 * 2**23  # a sum with this keeps no bits behind the point
@@ -31,12 +31,15 @@ class OwnKeys(NamedTuple):
     # The query on whose diagonal the first one stands, with ALiBi, unless a right bound tells
     place: Int32 | None
     slope: cute.Tensor | None  # (1): of the current query head, with ALiBi
+    pairs: cute.Tensor | None  # (4): batch, query head, first key, keys; with hooks of a user's own
 
     @cute.jit
     def begin_head(self, hook: cutlass.Constexpr[ScoreHook], run, batch: Int32, head: Int32):
-        """The next query head's slope."""
+        """The next query head, and its slope."""
         if const_expr(hook.alibi is not None):
             self.slope[0] = hook.slope(run, batch, head)
+        if const_expr(hook.of_pairs):
+            self.pairs[0], self.pairs[1] = batch, head
 
 
 @cute.jit
@@ -60,7 +63,11 @@ def own_keys(
             place = first_key - (seqlen_k - seqlen_q)
         slope = cute.make_rmem_tensor(1, Float32)
         slope.fill(0.0)
-    return OwnKeys(first_queries, place, slope)
+    pairs = None
+    if const_expr(hook.of_pairs):
+        pairs = cute.make_rmem_tensor(4, Int32)
+        pairs[0], pairs[1], pairs[2], pairs[3] = Int32(0), Int32(0), first_key, seqlen_k
+    return OwnKeys(first_queries, place, slope, pairs)
 
 
 @cute.jit
@@ -71,6 +78,15 @@ def bias_of(hook: cutlass.Constexpr[ScoreHook], keys: OwnKeys, first: Int32, acc
     place = keys.first_queries[0] + run.right if const_expr(keys.place is None) else keys.place
     distance = place - first - 2 * (cute.arch.lane_idx() % QUAD)
     return hook.bias(keys.slope[0], distance, accumulator[0], transposed=True)
+
+
+def pairs_of(hook: ScoreHook, keys: OwnKeys, first: Int32, accumulator: cute.Tensor):
+    """The Pairs of a step that begins at query ``first``, or None."""
+    if not hook.of_pairs:
+        return None
+    # Known with the scores only: else what is made of it is made for all steps before, and 133 instructions spill
+    query = known_with(accumulator[0], first + 2 * (cute.arch.lane_idx() % QUAD))
+    return Pairs(keys.pairs[0], keys.pairs[1], query, keys.pairs[2], keys.pairs[3])
 
 
 @cute.jit
@@ -92,42 +108,47 @@ def exponentiate(
     width: Int32 | None,
     hook: cutlass.Constexpr[ScoreHook],
     bias: Bias | None,
+    pairs: Pairs | None,
     factors: cute.Tensor | None = None,
     polynomials: cutlass.Constexpr[int] = 0,
     dtype: cutlass.Constexpr = None,
 ):
     """Pᵀ = exp2(Sᵀ scale - LSE), in place. ``lse``: of own_statistics, in base 2. ``limits``: of query_limits, on the
     right side of the band; ``width``: how many queries further the left one is, None where ``limits`` say it. ``bias``:
-    of bias_of. ``factors``: with softcap, takes in 16 bit what dP - delta is multiplied with. ``polynomials``: of 4
-    columns, for so many a polynomial good enough for ``dtype``, where nothing is masked.
+    of bias_of; ``pairs``: of pairs_of. ``factors``: where the hook has any, takes in 16 bit what dP - delta is
+    multiplied with. ``polynomials``: of 4 columns, for so many a polynomial good enough for ``dtype``, where nothing is
+    masked.
     """
     scores = rows_and_columns(accumulator)
     columns = cute.size(scores, mode=[1])
     if const_expr(hook.softcap):
         cap(scores, run.cap_factor, shared=False)
-        pairs = cute.make_tensor(cute.recast_ptr(factors.iterator, dtype=Int32), cute.make_layout((ROWS, columns // 2)))
+    if const_expr(hook.factors):
+        words = cute.make_tensor(cute.recast_ptr(factors.iterator, dtype=Int32), cute.make_layout((ROWS, columns // 2)))
         even = cute.make_rmem_tensor(ROWS, Float32)
     for column in cutlass.range_constexpr(columns):
         shift = lse[column % 2, column // 2]
         for row in cutlass.range_constexpr(ROWS):
             score = scores[row, column]
-            exponent = hook.exponent(score, bias, row, column, run, shift)
+            exponent = hook.exponent(score, bias, row, column, run, shift, pairs, transposed=True)
             if const_expr(sides != NO_SIDE):
                 first = limits[row] if const_expr(sides.right) else None
                 end = (limits[ROWS + row] if width is None else limits[row] + width) if sides.left else None
                 visible = inside(8 * (column // 2) + column % 2, first, end)
                 exponent = cutlass.select_(visible, exponent, Float32(-math.inf))
+            exponent = hook.unless_hidden(exponent, shift, pairs, row, column, transposed=True)
             if const_expr(sides == NO_SIDE and column % 4 >= 4 - polynomials):
                 scores[row, column] = exp2_polynomial(exponent, EXP2[dtype])
             else:
                 scores[row, column] = cute.math.exp2(exponent, fastmath=True)
-            if const_expr(hook.softcap):
-                keep_factor(pairs, even, derivative(score, scores[row, column]), row, column, factors.element_type)
+            if const_expr(hook.factors):
+                factor = hook.factor(scores[row, column], score, bias, pairs, row, column, run, transposed=True)
+                keep_factor(words, even, factor, row, column, factors.element_type)
 
 
 @cute.jit
 def keep_factor(
-    pairs: cute.Tensor,
+    words: cute.Tensor,
     even: cute.Tensor,
     factor: Float32,
     row: cutlass.Constexpr[int],
@@ -138,7 +159,7 @@ def keep_factor(
     if const_expr(column % 2 == 0):
         even[row] = factor
     else:
-        pairs[row, column // 2] = converted_pair(even[row], factor, dtype)
+        words[row, column // 2] = converted_pair(even[row], factor, dtype)
 
 
 @cute.jit
@@ -164,8 +185,8 @@ def exp2_polynomial(exponent: Float32, coefficients: cutlass.Constexpr) -> Float
 
 @cute.jit
 def differentiate(dp: cute.Tensor, p: cute.Tensor, delta: cute.Tensor):
-    """dSᵀ = Pᵀ (dPᵀ - delta), in dP's place. P is taken as dV takes it: in 16 bit; with softcap, ``p`` is what
-    exponentiate() kept. ``delta``: of own_statistics.
+    """dSᵀ = Pᵀ (dPᵀ - delta), in dP's place. P is taken as dV takes it: in 16 bit; where there are factors, ``p``
+    is these. ``delta``: of own_statistics.
     """
     probabilities = rows_and_columns(cute.make_tensor(p.iterator, dp.layout))
     gradients = rows_and_columns(dp)

@@ -25,6 +25,7 @@ from .backward_scores import (
     exponentiate,
     own_keys,
     own_statistics,
+    pairs_of,
     query_limits,
     release_queries,
     write_scores,
@@ -195,9 +196,10 @@ class WideConsumer:
         first_query = block * self.config.tile_m
         limits = query_limits(tile.keys.first_queries, first_query)
         bias = bias_of(self.hook, tile.keys, first_query, tile.scores, run)
-        factors = new_left_operand(tile.scores, self.dtype) if const_expr(self.config.softcap) else None
+        pairs = pairs_of(self.hook, tile.keys, first_query, tile.scores)
+        factors = new_left_operand(tile.scores, self.dtype) if const_expr(self.config.factors) else None
         lse, delta = (own_statistics(rows, kind * self.config.tile_m, self.config.tile_m) for kind in range(2))
-        exponentiate(tile.scores, lse, limits, run, sides, self.band.width(run), self.hook, bias, factors)
+        exponentiate(tile.scores, lse, limits, run, sides, self.band.width(run), self.hook, bias, pairs, factors)
         p = convert(tile.scores, self.dtype, target=new_left_operand(tile.scores, self.dtype))
         memory.do_pipe.consumer_wait(state.do)
         dp = new_accumulator(products.scores_first, (WGMMA_M, self.config.tile_m))

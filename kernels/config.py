@@ -36,6 +36,7 @@ def mask_name(config):
 def hook_name(config):
     """What a kernel's name says of how products become scores."""
     parts = ("softcap" * config.softcap, f"alibi_{config.alibi}" * bool(config.alibi))
+    parts += ("score" * (config.score is not None), "mask" * (config.mask is not None))
     return "".join(f"_{part}" for part in parts if part)
 
 
@@ -103,6 +104,8 @@ class ForwardConfig(Checked):
     sink: bool = False
     alibi: str | None = None  # "linear" (no key behind a query's diagonal) or "distance"
     chunked: bool = False  # only with both bounds
+    score: object | None = None  # a user's own hooks: score.py
+    mask: object | None = None
 
     @property
     def name(self):
@@ -233,8 +236,15 @@ class BackwardConfig(Checked):
     alibi: str | None = None  # as in ForwardConfig
     chunked: bool = False
     sink: bool = False  # of packed sequences: row statistics also of those without keys, for the sink's gradient
+    score: object | None = None
+    mask: object | None = None
 
     consumer_warpgroups = 2
+
+    @property
+    def factors(self):
+        """True where dP - delta is multiplied with something else than P, which takes registers beside it."""
+        return self.softcap or self.score is not None
 
     @property
     def wide(self):
@@ -278,10 +288,10 @@ class BackwardConfig(Checked):
 
     def free_registers(self):
         """Registers left per consumer thread beside dK, dV and the larger of dQ's piece and dP with P in 16 bit, and
-        with softcap its derivative, all for 64 keys and 64 queries.
+        where it needs them its factors, all for 64 keys and 64 queries.
         """
         totals = (self.head_dim + self.head_dim_v) // 2
-        step = max(self.dq_columns // 2, WGMMA_M // 2 + (1 + self.softcap) * WGMMA_M // 4)
+        step = max(self.dq_columns // 2, WGMMA_M // 2 + (1 + self.factors) * WGMMA_M // 4)
         return self.registers[1] - OTHER_REGISTERS - totals - step
 
     @property
@@ -299,9 +309,9 @@ class BackwardConfig(Checked):
     def early_sums(self):
         """True where registers hold dQ's piece beside dP and P, so that it can be computed beside dP
         (backward_steps.py). Softcap has its derivative beside P, ALiBi slopes and places, chunks the ends
-        of each key's queries.
+        of each key's queries, hooks of a user's own all these.
         """
-        more = self.softcap or self.alibi is not None or self.chunked
+        more = self.factors or self.alibi is not None or self.chunked or self.mask is not None
         return not self.wide and self.tile_m == WGMMA_M and not more
 
     @property

@@ -28,7 +28,7 @@ from .products import (
 )
 from .registers import kept
 from .schedule import SLOTS, Place, Schedule, TileQueue
-from .score import ScoreHook, cap_constant
+from .score import Pairs, ScoreHook, known_with
 from .sequence import rows_of
 from .softmax import QUAD, ROWS, Softmax, rescale_rows
 
@@ -43,6 +43,7 @@ class Rows(NamedTuple):
     keys: RowKeys
     slope: Float32 | None
     diagonal: Int32 | None  # the key on the first row's diagonal, counted from the tile's origin; with a slope
+    pairs: Pairs | None  # of the first row and the tile's origin; with hooks of a user's own
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,8 @@ class Consumer:
             first_row = first_query + thread // QUAD // 8 * 16 + thread // QUAD % 8
             begin(Phase.WAIT_Q)
             slope = self.hook.slope(run, place.slopes_row, place.head)
-            rows = self.start_rows(products, s_p, first_row, *place.sequence[:2], run, origin, slope)
+            pairs = Pairs(place.batch, place.head, first_row, origin) if self.hook.of_pairs else None
+            rows = self.start_rows(products, s_p, first_row, *place.sequence[:2], run, origin, slope, pairs)
             for _ in cutlass.range(tile_end - end, unroll=1):
                 k_state, v_state = self.skip(pipes, k_state, v_state, warpgroup)
             # Main loop
@@ -127,9 +129,10 @@ class Consumer:
             # O and LSE leave
             begin(Phase.EPILOGUE)
             sink = self.sink_of(queue, queue_state, place, run) if config.sink else None
-            constant = cap_constant(run.scale_log2) if config.softcap else None
+            constant = self.hook.constant(run.scale_log2)
             inverse, row_lse = self.softmax.finish(rows.shift, rows.sum, sink, constant)
-            normalise(rows_and_columns(rows.acc_o), inverse, row_lse, rows.keys, self.band, sink)
+            hidden_rows = self.softmax.blind_rows
+            normalise(rows_and_columns(rows.acc_o), inverse, row_lse, rows.keys, self.band, sink, hidden_rows)
             m_block, head, batch_index, sequence, _ = self.schedule.place_again(queue, queue_state, place)
             own_lse = rows_of(lse, sequence.offset_q, sequence.seqlen_q, mode=2)
             store_lse(own_lse, row_lse, first_row, head, batch_index)
@@ -212,6 +215,7 @@ class Consumer:
         run: RunTime,
         origin: Int32,
         slope: Float32 | None,
+        pairs: Pairs | None,
     ) -> Rows:
         """Fresh registers for a tile: O = 0, no key seen."""
         config = self.config
@@ -221,7 +225,8 @@ class Consumer:
         shift, row_sum = self.softmax.start()
         keys = self.band.row_keys(first_row, seqlen_q, seqlen_k, run, origin)
         diagonal = None if slope is None else first_row + seqlen_k - seqlen_q - origin
-        return Rows(acc_o, self.probabilities.start(products, scores, s_p), shift, row_sum, keys, slope, diagonal)
+        probabilities = self.probabilities.start(products, scores, s_p)
+        return Rows(acc_o, probabilities, shift, row_sum, keys, slope, diagonal, pairs)
 
     def first_column(self, block: Int32) -> Int32:
         """The thread's first key of a block, counted from the tile's origin."""
@@ -232,7 +237,13 @@ class Consumer:
         """One block's products to what the softmax takes; ``sides``: on which it may be masked behind this."""
         place = None if rows.slope is None else self.first_column(block) - rows.diagonal
         bias = None if rows.slope is None else self.hook.bias(rows.slope, place, scores[0])
-        self.hook.apply(rows_and_columns(scores), bias, run, shared=sides == NO_SIDE)
+        pairs = None
+        if const_expr(self.hook.of_pairs):
+            # Known with the scores only: else what is made of it stays in registers for when the block is done again
+            key = rows.pairs.key + known_with(scores[0], self.first_column(block))
+            pairs = rows.pairs._replace(key=key)
+        shared = sides == NO_SIDE
+        self.hook.apply(rows_and_columns(scores), bias, pairs, run, shared, self.softmax.masked)
 
     @cute.jit
     def mask(self, scores: cute.Tensor, rows: Rows, block: Int32, sides: cutlass.Constexpr[Sides], run: RunTime):

@@ -4,7 +4,7 @@ import math
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Boolean, Float32, Int32, const_expr
 
 from .blocks import Band, RowKeys
 from .softmax import QUAD, ROWS
@@ -18,18 +18,23 @@ def normalise(
     keys: RowKeys,
     band: cutlass.Constexpr[Band],
     sink: Float32 | None,
+    hidden_rows: cutlass.Constexpr[bool] = False,
 ):
     """Divide each row of O (2 rows, columns) by its sum. A row that sees no key becomes 0 with LSE -inf or ``sink``,
-    whatever V held.
+    whatever V held. ``hidden_rows``: a row's keys may all be hidden by a hook: ``inverse`` is 0 then.
     """
     for row in cutlass.range_constexpr(ROWS):
-        if const_expr(band.blind_rows):
-            sees_none = band.sees_none(keys, row)
+        if const_expr(band.blind_rows or hidden_rows):
+            sees_none = Boolean(False)
+            if const_expr(band.blind_rows):
+                sees_none = band.sees_none(keys, row)
+            if const_expr(hidden_rows):
+                sees_none = sees_none | (inverse[row] == Float32(0.0))
             of_none = Float32(-math.inf) if const_expr(sink is None) else sink
             row_lse[row] = cutlass.select_(sees_none, of_none, row_lse[row])
         for column in cutlass.range(cute.size(acc_o, mode=[1]), unroll_full=True):
             value = acc_o[row, column] * inverse[row]
-            if const_expr(band.blind_rows):
+            if const_expr(band.blind_rows or hidden_rows):
                 value = cutlass.select_(sees_none, Float32(0.0), value)
             acc_o[row, column] = value
 

@@ -47,7 +47,7 @@ class ForwardKernel:
         self.values = DenseValues(config.tile_n, config.head_dim_v, cut=config.right_bound or config.packed)
         self.turns = Turns(config.consumer_warpgroups, config.pingpong)
         self.hook = ScoreHook.of(config)
-        self.softmax = Softmax(self.hook.negative(config.negative_scale))
+        self.softmax = Softmax(self.hook.negative(config.negative_scale), blind_rows=config.mask is not None)
         self.output = DirectOutput(self.dtype, config.head_dim_v)
         if config.staged_output:
             self.output = StagedOutput(self.dtype, config.head_dim_v, cut=config.packed)

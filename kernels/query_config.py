@@ -29,6 +29,8 @@ class QueryConfig(Checked):
     softcap: bool = False
     alibi: str | None = None  # as in ForwardConfig
     chunked: bool = False
+    score: object | None = None
+    mask: object | None = None
 
     consumer_warpgroups = 2
     tile_m = WGMMA_M * consumer_warpgroups

@@ -22,7 +22,7 @@ from .products import convert, new_accumulator, new_left_operand, rows_and_colum
 from .query_config import QueryConfig
 from .registers import released_by_first_lane
 from .schedule import SLOTS, Schedule, TileQueue
-from .score import ScoreHook, cap, derivative
+from .score import Pairs, ScoreHook, cap, known_with
 from .sequence import behind
 from .softmax import QUAD, ROWS
 
@@ -55,6 +55,7 @@ class Rows(NamedTuple):
     keys: RowKeys
     slope: Float32 | None = None  # with ALiBi, here and below
     diagonal: Int32 | None = None  # the key on the first row's diagonal, counted from the tile's origin
+    pairs: Pairs | None = None  # of the first row and the tile's origin; with hooks of a user's own
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,8 @@ class QueryConsumer:
             first_row = first_query + warpgroup * WGMMA_M + thread // QUAD // 8 * 16 + thread // QUAD % 8
             lines = behind(rows[batch_index, head, None, None], first_line)
             slope = self.hook.slope(run, place.slopes_row, head)
-            own = self.own_rows(lines, first_row, *sequence[:2], run, origin, slope)
+            pairs = Pairs(batch_index, head, first_row, origin) if self.hook.of_pairs else None
+            own = self.own_rows(lines, first_row, *sequence[:2], run, origin, slope, pairs)
             total = new_accumulator(products.dq_add, (WGMMA_M, config.head_dim))
             total.fill(0.0)
             q_pipe.consumer_wait(q_state)
@@ -174,6 +176,7 @@ class QueryConsumer:
         run: RunTime,
         origin: Int32,
         slope: Float32 | None,
+        pairs: Pairs | None,
     ) -> Rows:
         """Of a thread, in a tile with this ``origin``."""
         lse, delta = (cute.make_rmem_tensor(ROWS, Float32) for _ in range(2))
@@ -188,7 +191,7 @@ class QueryConsumer:
                 delta[row] = rows[line, query - line * size + size]
         diagonal = None if slope is None else first_row + seqlen_k - seqlen_q - origin
         keys = self.band.row_keys(first_row, seqlen_q, seqlen_k, run, origin)
-        return Rows(lse, delta, keys, slope, diagonal)
+        return Rows(lse, delta, keys, slope, diagonal, pairs)
 
     @cute.jit
     def tile(self, products, k_pipe, v_pipe, state: State, total: cute.Tensor, own: Rows, blocks: tuple, run) -> State:
@@ -279,26 +282,34 @@ class QueryConsumer:
         run: RunTime,
         sides: cutlass.Constexpr[Sides],
     ):
-        """P = exp2(S scale - LSE), in place; with softcap, times the derivative of the scores."""
-        bias, capped = None, scores
+        """P = exp2(S scale - LSE), in place; where there are factors, these."""
+        bias, pairs, capped = None, None, scores
         if const_expr(self.config.alibi is not None):
             first_column = block * self.config.tile_n + 2 * (cute.arch.lane_idx() % QUAD)
             bias = self.hook.bias(own.slope, first_column - own.diagonal, scores[0, 0])
+        if const_expr(self.hook.of_pairs):
+            first_column = block * self.config.tile_n + 2 * (cute.arch.lane_idx() % QUAD)
+            pairs = own.pairs._replace(key=own.pairs.key + known_with(scores[0, 0], first_column))
         if const_expr(self.config.softcap):
             cap(scores, run.cap_factor, shared=False)
+        if const_expr(self.hook.factors):
             capped = cute.make_rmem_tensor_like(scores)
             capped.store(scores.load())
         for row in cutlass.range_constexpr(ROWS):
             for column in cutlass.range_constexpr(cute.size(scores, mode=[1])):
-                scores[row, column] = self.hook.exponent(scores[row, column], bias, row, column, run, own.lse[row])
+                lse = own.lse[row]
+                exponent = self.hook.exponent(scores[row, column], bias, row, column, run, lse, pairs)
+                scores[row, column] = self.hook.unless_hidden(exponent, lse, pairs, row, column, transposed=False)
         if const_expr(sides != NO_SIDE):
             first_column = block * self.config.tile_n + 2 * (cute.arch.lane_idx() % QUAD)
             mask_scores(scores, *self.band.columns(own.keys, first_column, sides, run), -math.inf)
         for row in cutlass.range_constexpr(ROWS):
             for column in cutlass.range_constexpr(cute.size(scores, mode=[1])):
                 scores[row, column] = cute.math.exp2(scores[row, column], fastmath=True)
-                if const_expr(self.config.softcap):
-                    scores[row, column] = derivative(capped[row, column], scores[row, column])
+                if const_expr(self.hook.factors):
+                    scores[row, column] = self.hook.factor(
+                        scores[row, column], capped[row, column], bias, pairs, row, column, run, transposed=False
+                    )
 
     @cute.jit
     def issue_dq(self, products: QueryProducts, total: cute.Tensor, ds: cute.Tensor, stage: Int32):

@@ -1,14 +1,16 @@
 """The score hook: from products of queries and keys to what the softmax takes, on registers in place, before masks."""
 
+import math
 import struct
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Boolean, Float32, Int32, const_expr
 
 LOG2_E = 1.4426950408889634
+LN_2 = math.log(2.0)
 # exp(2 x) in base 2 may reach this: there tanh(x) is 1 in float32, and the product of four is finite
 LARGEST_POWER = 30.0
 SHARED = 4  # elements of a row that share a reciprocal
@@ -24,6 +26,22 @@ class Bias(NamedTuple):
     sign: Int32 | None  # SIGN where the slope is positive, else 0; None where the bias is linear
 
 
+class Pairs(NamedTuple):
+    """Which pairs a thread's (2 rows, columns) of a block are, for hooks of a user's own."""
+
+    batch: Int32
+    head: Int32  # of the queries
+    query: Int32  # of the first element, counted from 0, and so the key
+    key: Int32
+    keys: Int32 | None = None  # how many there are, where rows are keys: those may lie past the end
+
+    def indices(self, row: int, column: int, transposed: bool):
+        """``(batch, head, query, key)`` of an element; ``transposed``: rows are keys, and columns queries."""
+        across, down = 8 * (column // 2) + column % 2, ROWS_APART * row
+        query, key = (across, down) if transposed else (down, across)
+        return self.batch, self.head, self.query + query, self.key + key
+
+
 @dataclass(frozen=True)
 class ScoreHook:
     """``softcap``: a score is ``cap * tanh(x / cap)``, by one exponential and one reciprocal. With ``r = 1 / (1 + exp(2
@@ -34,34 +52,117 @@ class ScoreHook:
     ``alibi``: ``-slope * |key - diagonal|`` is added (Press et al. 2022). "linear" where no query sees a key behind its
     diagonal, so that there is no absolute value to take, else "distance". The result is the exponent itself, in base 2.
     In place, because as a term of the exponent the compiler makes it outside of loops, in registers that are not there.
+
+    ``score`` and ``mask``: a user's own, with functions ``forward`` and ``backward``, and ``visible``, of one pair. The
+    result of ``forward`` stays in natural units, so that nothing is changed but one factor of the exponents.
     """
 
     softcap: bool
     alibi: str | None
+    score: object | None = None
+    mask: object | None = None
 
     @classmethod
     def of(cls, config):
         """That of a kernel's configuration."""
-        return cls(config.softcap, config.alibi)
+        return cls(config.softcap, config.alibi, config.score, config.mask)
+
+    @property
+    def of_pairs(self):
+        """True where it depends on which pair an element is."""
+        return self.score is not None or self.mask is not None
+
+    @property
+    def factors(self):
+        """True where a score has another derivative by its product than the scale."""
+        return self.softcap or self.score is not None
 
     def scale(self, run):
         """With what the softmax multiplies the results."""
+        if self.score is not None:
+            return Float32(LOG2_E)
         return Float32(1.0) if self.alibi else run.scale_log2
 
     def negative(self, negative_scale: bool) -> bool:
         """Whether that is negative; ``negative_scale``: of the problem."""
-        return not self.alibi and (self.softcap or negative_scale)
+        return self.score is None and not self.alibi and (self.softcap or negative_scale)
+
+    def constant(self, scale_log2):
+        """What all exponents lack, or None."""
+        return cap_constant(scale_log2) if self.softcap and self.score is None else None
 
     @cute.jit
-    def apply(self, scores: cute.Tensor, bias: Bias | None, run, shared: cutlass.Constexpr[bool]):
+    def apply(
+        self,
+        scores: cute.Tensor,
+        bias: Bias | None,
+        pairs: Pairs | None,
+        run,
+        shared: cutlass.Constexpr[bool],
+        masked: cutlass.Constexpr[float],
+    ):
         """Products (2 rows, columns) in place. ``shared``: four of a row share one reciprocal, by three products more:
         the special-function unit is what the time goes into. A NaN of one then reaches the four, so all must be of keys
-        that the row sees.
+        that the row sees. ``masked``: the score of a pair that a mask hook hides.
         """
         if const_expr(self.softcap):
             cap(scores, run.cap_factor, shared)
-        if const_expr(self.alibi):
+        if const_expr(self.alibi is not None and self.score is None):
             add_bias(scores, bias, run.scale_log2)
+        if const_expr(self.of_pairs):
+            for row in cutlass.range_constexpr(cute.size(scores, mode=[0])):
+                for column in cutlass.range_constexpr(cute.size(scores, mode=[1])):
+                    scores[row, column] = self.of_pair(scores[row, column], bias, pairs, row, column, run, masked)
+
+    def of_pair(self, score, bias, pairs, row, column, run, masked):
+        """What the user's hooks make of one element."""
+        if self.score is not None:
+            score = self.behind(self.natural(score, bias, row, column, run), pairs, row, column, False)
+        if self.mask is not None:
+            score = cutlass.select_(self.sees(pairs, row, column, False), score, Float32(masked))
+        return score
+
+    def natural(self, score, bias, row, column, run):
+        """The score in front of ``score``, of one product, capped where there is a softcap."""
+        exponent = add_term(score, run.scale_log2, bias, row, column) if self.alibi else score * run.scale_log2
+        if self.softcap:
+            exponent += cap_constant(run.scale_log2)
+        return exponent * Float32(LN_2)
+
+    def behind(self, score, pairs, row, column, transposed):
+        """The score behind ``score``."""
+        return Float32(self.score.forward(score, *pairs.indices(row, column, transposed)))
+
+    def sees(self, pairs, row, column, transposed):
+        """Whether the mask hook lets a query see a key."""
+        return Boolean(self.mask.visible(*pairs.indices(row, column, transposed)))
+
+    def unless_hidden(self, exponent, lse, pairs, row, column, transposed):
+        """An exponent of the backward, or -inf where the mask hook hides the pair; with a score hook also past the end
+        of the queries, where ``lse`` is inf, and of the keys: its results are anything there.
+        """
+        if self.mask is not None:
+            exponent = cutlass.select_(self.sees(pairs, row, column, transposed), exponent, Float32(-math.inf))
+        if self.score is not None:
+            exists = lse != Float32(math.inf)
+            if transposed:
+                exists = exists & (pairs.indices(row, column, True)[3] < pairs.keys)
+            exponent = cutlass.select_(exists, exponent, Float32(-math.inf))
+        return exponent
+
+    def factor(self, probability, score, bias, pairs, row, column, run, transposed):
+        """With what dP - delta is multiplied: the probability times the derivative of the score. The gradient of a
+        score hook is linear in what it is given, so it can take the probability first. ``score``: as in exponent().
+        """
+        result = probability
+        if self.score is not None:
+            before = self.natural(score, bias, row, column, run)
+            result = Float32(self.score.backward(result, before, *pairs.indices(row, column, transposed)))
+            # Hidden pairs may have any derivative
+            result = cutlass.select_(probability == Float32(0.0), Float32(0.0), result)
+        if self.softcap:
+            result = derivative(score, result)
+        return result
 
     @cute.jit
     def exponent(
@@ -72,8 +173,13 @@ class ScoreHook:
         column: cutlass.Constexpr[int],
         run,
         less: Float32,
+        pairs: Pairs | None = None,
+        transposed: cutlass.Constexpr[bool] = False,
     ) -> Float32:
         """Of one product, capped where there is a softcap, reduced by ``less``."""
+        if const_expr(self.score is not None):
+            before = self.natural(score, bias, row, column, run)
+            return self.behind(before, pairs, row, column, transposed) * Float32(LOG2_E) - less
         if const_expr(not self.alibi):
             return score * run.scale_log2 - less
         return add_term(score, run.scale_log2, bias, row, column) - less

@@ -36,6 +36,8 @@ class Softmax:
     """``negative_scale``: the exponent is largest where the score is smallest, so the row extreme is a minimum."""
 
     negative_scale: bool
+    # Whether rows may see no key other than by their position: their sum is 0
+    blind_rows: bool = False
 
     @property
     def masked(self):
@@ -125,6 +127,8 @@ class Softmax:
                 kept = cute.math.exp2(shift[row] - top, fastmath=True)
                 total = total * kept + cute.math.exp2(exponent - top, fastmath=True)
             inverse[row] = kept / total
+            if const_expr(self.blind_rows):
+                inverse[row] = cutlass.select_(total == Float32(0.0), Float32(0.0), inverse[row])
             log2_sum = cute.math.log2(total, fastmath=True)
             if const_expr(constant is not None):
                 log2_sum += constant

@@ -12,6 +12,7 @@ import torch
 from cases import bounds
 
 from hopper_fa3 import flash_attn_func
+from hopper_fa3.hooks import indices_of
 from hopper_fa3.reference import standard
 
 
@@ -40,7 +41,7 @@ def check(q, k, v, *, attention=flash_attn_func, out=None, **options):
 
 def compare(out, lse, q, k, v, *, softmax_scale=None, causal=False, window_size=(-1, -1), **hook):
     """AssertionError where (out, lse) is not attention of q, k, v within the bounds of this file. ``hook``: softcap,
-    sink, alibi_slopes, attention_chunk.
+    sink, alibi_slopes, attention_chunk, score, mask.
     """
     batch, seqlen_q, heads, head_dim = q.shape
     expected = (q.dtype, (batch, seqlen_q, heads, v.shape[-1]))
@@ -89,16 +90,20 @@ def lse_bound(q, k, lse, scale):
     return 2 * (scores + (seqlen_k + 16) * u + 4 * u * largest(lse, (2,)))
 
 
-def hook_error(q, k, *, softcap=0.0, alibi_slopes=None, **_):
+def hook_error(q, k, *, softcap=0.0, alibi_slopes=None, score=None, **_):
     """By what softcap and slopes may move the LSE further, each twice because the oracle errs by as much. u = 2^-24.
 
     Softcap is a float32's tanh times the cap: at most 16 u of the cap, by the hardware's exponential and reciprocal
     (2^-22 each) and three products. A bias is a slope times a distance below 2^24, rounded four times: 4 u of the
-    largest.
+    largest. What a score hook adds to a score of 0 is rounded a few times likewise: 8 u of the largest.
     """
+    added = 0.0
+    if score is not None:
+        zero = q.new_zeros((q.shape[0], q.shape[2], q.shape[1], k.shape[1]), dtype=torch.float32)
+        added = score.scores(zero, indices_of(*map(range, zero.shape), q.device)).abs().amax((2, 3))
     farthest = max(q.shape[1], k.shape[1])
     slopes = q.new_zeros(()) if alibi_slopes is None else alibi_slopes
-    return 2 * 2.0**-24 * (16 * softcap + 4 * farthest * slopes.abs().float())
+    return 2 * 2.0**-24 * (16 * softcap + 4 * farthest * slopes.abs().float() + 8 * added)
 
 
 def largest(x, dims):

@@ -13,6 +13,8 @@ PyTorch's dS, would have to bound that of another. Among hundreds of keys the te
 
 import itertools
 import math
+from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -22,6 +24,7 @@ from check import largest, same_places
 
 from hopper_fa3 import flash_attn_func
 from hopper_fa3.band import Band
+from hopper_fa3.hooks import indices_of
 from hopper_fa3.reference import standard
 
 NAN_BITS = 0x7FFF  # NaN in bfloat16 and float16, and in float32 twice in a row
@@ -110,7 +113,7 @@ def compare(
     gradients, q, k, v, *, dout=None, dlse=None, softmax_scale=None, causal=False, window_size=(-1, -1), **hook
 ):  # fmt: skip
     """AssertionError where (dq, dk, dv), of which any may be None, are not the gradients within this file's bound.
-    ``hook``: softcap, sink, alibi_slopes, attention_chunk.
+    ``hook``: softcap, sink, alibi_slopes, attention_chunk, score, mask.
     """
     for name, ours, x in zip(("dq", "dk", "dv"), gradients, (q, k, v), strict=True):
         place = ours is None or (ours.dtype, ours.shape, ours.device) == (x.dtype, x.shape, x.device)
@@ -144,7 +147,9 @@ def within(name, ours, same, true, moved):
     assert error[worst] <= bound[worst], f"{name}: error {error[worst]:.3e} > bound {bound[worst]:.3e} in {place}"
 
 
-def yardstick(q, k, v, dout, dlse, scale, left, right, *, sink=None, alibi_slopes=None, **hook):
+def yardstick(
+    q, k, v, dout, dlse, scale, left, right, *, sink=None, alibi_slopes=None, score=None, mask=None, **hook
+):  # fmt: skip
     """``((dq, dk, dv), out)`` of plain PyTorch in the inputs' dtype: autograd through reference.standard.
 
     One K/V head at a time with the query heads that read it: autograd keeps the scores of all heads it has seen.
@@ -157,6 +162,8 @@ def yardstick(q, k, v, dout, dlse, scale, left, right, *, sink=None, alibi_slope
         of_head = {
             "sink": None if sink is None else sink[mine[0]],
             "alibi_slopes": None if alibi_slopes is None else slopes_of(alibi_slopes, q)[batch, mine[0]],
+            "score": None if score is None else from_head(score, entry, head * group),
+            "mask": None if mask is None else from_head(mask, entry, head * group),
         }
         results = standard(*leaves, softmax_scale=scale, left=left, right=right, **of_head, **hook)
         arrived = [dout[batch, :, mine[0]], None if dlse is None else dlse[batch, mine[0]]]
@@ -168,6 +175,17 @@ def yardstick(q, k, v, dout, dlse, scale, left, right, *, sink=None, alibi_slope
     return found, out
 
 
+def from_head(hook, entry, head):
+    """A hook for tensors whose first batch entry and head are these."""
+
+    def shifted(function, *given):
+        *before, batch, own_head, query, key = given
+        return function(*before, batch + entry, own_head + head, query, key)
+
+    functions = {name: getattr(hook, name, None) for name in ("cpu", "cpu_backward")}
+    return replace(hook, **{name: partial(shifted, each) for name, each in functions.items() if each is not None})
+
+
 def slopes_of(alibi_slopes, q):
     """(batch, heads)"""
     return alibi_slopes.expand(q.shape[0], q.shape[2])
@@ -175,13 +193,13 @@ def slopes_of(alibi_slopes, q):
 
 def oracle(
     q, k, v, dout, dlse, scale, left, right, *, same_out, dtype=torch.float32, attention_chunk=0, softcap=0.0,
-    sink=None, alibi_slopes=None,
+    sink=None, alibi_slopes=None, score=None, mask=None,
 ):  # fmt: skip
     """The Oracle: gradients of softmax(scale * Q K^T) V and its LSE, by their formulas in ``dtype``.
 
     With P = softmax(S), O = P V and delta = rowsum(dO * O) - dLSE: dV = P^T dO, dS = P * (dO V^T - delta), dQ = scale
     dS K, dK = scale dS^T Q (Dao et al. 2022, appendix B.2). Heads of a group add their dK and dV. With softcap, dS
-    times 1 - tanh^2.
+    times 1 - tanh^2; with a score hook, times its derivative.
     """
     group, band = q.shape[2] // k.shape[2], Band(q.shape[1], k.shape[1], left, right, attention_chunk)
     distance = band.distance(range(q.shape[1]), range(k.shape[1]), q.device).abs().to(dtype)
@@ -198,11 +216,18 @@ def oracle(
             scores, factor = softcap * capped, 1 - capped**2
         if alibi_slopes is not None:
             scores = scores - slopes_of(alibi_slopes, q)[entry, head].to(dtype) * distance
-        if hidden is not None:
-            scores = scores.masked_fill(hidden, -math.inf)
+        indices = indices_of(range(entry, entry + 1), range(head, head + 1), *map(range, scores.shape), q.device)
+        if score is not None:
+            before = scores[None, None]
+            scores = score.scores(before, indices)[0, 0]
+            factor = factor * score.gradient(torch.ones_like(before), before, indices)[0, 0]
+        unseen = torch.zeros_like(scores, dtype=torch.bool) if hidden is None else hidden
+        if mask is not None:
+            unseen = unseen | mask.hidden(indices).expand(1, 1, *scores.shape)[0, 0]
+        scores = scores.masked_fill(unseen, -math.inf)
         logits = scores if sink is None else torch.cat((scores, sink[head].to(dtype).expand(len(scores), 1)), 1)
         weights = torch.softmax(logits, -1)[:, : scores.shape[1]]
-        weights[: band.blind] = 0  # softmax of a row without keys is NaN
+        weights[unseen.all(-1)] = 0  # softmax of a row without keys is NaN
         out = weights @ values
         from_lse = torch.zeros_like(out[:, :1]) if dlse is None else dlse[entry, head, :, None].to(dtype)
         delta = (gradient * out).sum(-1, keepdim=True) - from_lse

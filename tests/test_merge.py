@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from refusal import refused
 
 from hopper_fa3 import merge_states
-from hopper_fa3.problem import Problem, check_states
+from hopper_fa3.checks import check_states
+from hopper_fa3.problem import Problem
 from hopper_fa3.reference import blockwise, standard
 
 EXACT = {"rtol": 1e-15, "atol": 1e-12}  # an LSE of thousands has a unit in the last place of 1e-12

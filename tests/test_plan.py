@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from hopper_fa3 import plan
+from hopper_fa3.hooks import MaskHook, ScoreHook
 from hopper_fa3.kernels.config import HEAD_DIM_CLASSES, REGISTERS, BackwardConfig, ForwardConfig
 from hopper_fa3.problem import BackwardStatic, Packed, Problem, Static
 
@@ -62,6 +63,26 @@ def test_a_window_has_the_plan_of_a_causal_mask():
     for pair in itertools.product(HEAD_DIM_CLASSES, repeat=2):
         windowed, causal = (plan.choose(Static("bfloat16", *pair, True, left, False)) for left in (True, False))
         assert windowed == causal
+
+
+def test_a_score_hook_has_registers_for_what_it_computes():
+    """A mask hook has the plans of calls without one."""
+    for static in GRID:
+        score, mask = static._replace(score=ScoreHook("a", max)), static._replace(mask=MaskHook("a", max))
+        config = plan.forward_config(score, plan.choose(score))
+        assert (config.consumer_warpgroups, config.shared_p) == (2, False) and config.broken_rule() is None
+        assert plan.choose(score._replace(softcap=True)) == plan.choose(score)
+        assert plan.choose(mask) == plan.choose(static)
+        assert "_score" in config.name and "_mask" in plan.forward_config(mask, plan.choose(mask)).name
+    for static in BACKWARD_GRID:
+        score, mask = static._replace(score=ScoreHook("a", max, max)), static._replace(mask=MaskHook("a", max))
+        config, of_mask = (plan.backward_config(each, plan.choose_backward(each)) for each in (score, mask))
+        assert (config.tile_m, config.early_sums, of_mask.early_sums) == (64, False, False)
+        assert config.broken_rule() is None and of_mask.broken_rule() is None
+        # Beside P there is its derivative: as with softcap
+        softcap = static._replace(softcap=True)
+        assert config.roles == plan.backward_config(softcap, plan.choose_backward(softcap)).roles
+        assert "_score" in config.name and "_mask" in of_mask.name
 
 
 def test_a_left_bound_needs_a_right_one():

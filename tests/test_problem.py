@@ -37,6 +37,7 @@ LEGAL = {
     "sink": None, "alibi_slopes": None, "score": None, "mask": None, "block_mask": None, "out": None,
     "slopes_gradient": False, "requires_grad": False, "tangent": False, "total_q": 5, "total_k": 7,
     "sequences": 3, "packed_tiles_q": 12, "packed_tiles_k": 12, "page_table": None,
+    "score_forward": True, "mask_visible": True, "score_backward": True, "packed_score": None, "packed_mask": None,
 }  # fmt: skip
 CUDA = {"device": "cuda", "architecture": "sm_90", "remaining_sms": SMS}
 GRAD = {"requires_grad": True}
@@ -75,8 +76,14 @@ ROWS = (
     ("pack_gqa", {"pack_gqa": True}, NotImplementedError,
      "pack_gqa must be None or False (packing is not built yet), got True"),
     ("large_softcap", CUDA | {"large_softcap": 1025.0}, ValueError, "softcap must be at most 1024 on CUDA, got 1025.0"),
-    *((name, CUDA | {name: torch.ones(2)}, NotImplementedError,
-       f"{name} must be None on CUDA (not built yet), got Tensor") for name in ("score", "mask")),
+    ("score_forward", CUDA | {"score_forward": None}, NotImplementedError,
+     "score must have a function forward for tensors on CUDA, got None"),
+    ("mask_visible", CUDA | {"mask_visible": None}, NotImplementedError,
+     "mask must have a function visible for tensors on CUDA, got None"),
+    ("score_backward", CUDA | GRAD | {"score_backward": None}, NotImplementedError,
+     "score must have a function backward for gradients on CUDA, got None"),
+    *((f"packed_{name}", CUDA | {f"packed_{name}": torch.ones(2)}, NotImplementedError,
+       f"{name} must be None for packed sequences on CUDA (not built yet), got Tensor") for name in ("score", "mask")),
     *((name, {name: torch.ones(2)}, NotImplementedError, f"{name} must be None (not built yet), got Tensor")
       for name in ("qv", "q_descale", "k_descale", "v_descale", "block_mask", "page_table")),
     ("slopes_gradient", {"slopes_gradient": True}, NotImplementedError, f"{SLOPES}, got True"),
@@ -117,7 +124,8 @@ def test_a_row_refuses_and_is_the_only_one_to(index):
         CUDA | {"packed_tiles_q": 2**31 - 2**12 - 1, "packed_tiles_k": 2**31 - 2**12 - 1},
         {"packed_tiles_q": 2**31, "packed_tiles_k": 2**31, "sequences": 2**31}, {"total_q": 2**31, "total_k": 2**31},
         CUDA | {"softcap": 15.0, "attention_chunk": 64, "sink": torch.ones(4), "alibi_slopes": torch.ones(4)},
-        dict.fromkeys(("score", "mask"), torch.ones(2)),
+        CUDA | {"score_backward": None}, dict.fromkeys(("packed_score", "packed_mask"), torch.ones(2)),
+        GRAD | dict.fromkeys(("score_forward", "mask_visible", "score_backward")),
     ],
     ids=str,
 )  # fmt: skip
@@ -218,7 +226,9 @@ def test_a_call_with_an_illegal_option(options, error, message):
 def test_every_option_that_is_not_built_is_refused_by_a_call():
     unbuilt = {row.fact for row in ILLEGAL if row.error is NotImplementedError}
     # Facts that are no options, and those that only packed calls have
-    others = {"slopes_gradient": "alibi_slopes", "tangent": None, "page_table": None}
+    functions = {"score_forward": "score", "score_backward": "score", "mask_visible": "mask"}
+    only_packed = dict.fromkeys(("page_table", "packed_score", "packed_mask"))
+    others = {"slopes_gradient": "alibi_slopes", "tangent": None, **functions, **only_packed}
     options = {others.get(fact, fact) for fact in unbuilt} - {None}
     calls = [(options, error) for options, error, _ in CALLS] + [(options, error) for _, options, error, _ in ON_CUDA]
     assert options <= {next(iter(given)) for given, error in calls if given and error is NotImplementedError}
@@ -399,10 +409,10 @@ ON_CUDA = (
     ({}, {"plan": Plan(100, 128)}, ValueError, "tile_m must be 64, 128 or 192, got 100"),
     ({}, {"softcap": 1025}, ValueError, "softcap must be at most 1024 on CUDA, got 1025.0"),
     ({}, {"softcap": -1.0}, ValueError, f"{SOFTCAP}, got -1.0"),
-    ({}, {"score": ScoreHook("a", max, cpu=max)}, NotImplementedError,
-     "score must be None on CUDA (not built yet), got ScoreHook"),
-    ({}, {"mask": MaskHook("a", max, max)}, NotImplementedError,
-     "mask must be None on CUDA (not built yet), got MaskHook"),
+    ({}, {"score": ScoreHook("a", None, cpu=max)}, NotImplementedError,
+     "score must have a function forward for tensors on CUDA, got None"),
+    ({}, {"mask": MaskHook("a", None, max)}, NotImplementedError,
+     "mask must have a function visible for tensors on CUDA, got None"),
 )  # fmt: skip
 
 
@@ -411,6 +421,20 @@ def test_refusals_on_cuda(numbers, options, error, message, hopper):
     made = {name: torch.ones(options[name], device="cuda") for name in ("sink", "alibi_slopes") if name in options}
     with refused(error, message):
         Problem.from_tensors(*tensors("cuda", **numbers), **options | made)
+
+
+def test_gradients_on_cuda_need_a_hook_with_a_backward(hopper):
+    q, k, v = tensors("cuda")
+    q.requires_grad_()
+    with refused(NotImplementedError, "score must have a function backward for gradients on CUDA, got None"):
+        Problem.from_tensors(q, k, v, score=ScoreHook("a", max))
+    a, same, other = (
+        Problem.from_tensors(q, k, v, score=ScoreHook(key, f, f), mask=MaskHook("m", f), softmax_scale=-1.0)
+        for key, f in (("b", max), ("b", min), ("c", max))
+    )
+    for of in (lambda each: each.static, lambda each: each.backward_static(False, False)):
+        assert of(a) == of(same) and hash(of(a)) == hash(of(same)) and of(a) != of(other) and of(a).mask.key == "m"
+    assert not a.static.negative_scale  # scores behind a hook are in natural units
 
 
 def test_what_is_legal_on_cuda(hopper):
