@@ -139,3 +139,8 @@ def shown(value):
     if isinstance(value, str):
         return value
     return repr(value) if value is None or isinstance(value, (int, float)) else type(value).__name__
+
+
+def recorded(*tensors):
+    """True where autograd records what is computed of these, of which any may be None."""
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)

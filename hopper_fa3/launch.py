@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 
 from . import plan as planning
+from .checks import recorded
 from .problem import Problem, multiprocessors
 
 # Below the smallest normal float32 a scale would be flushed to 0, and 0 times a masked score of -inf is NaN.
@@ -51,8 +52,6 @@ def prepare(problem, q, k, v, *, sink=None, out=None, plan=None, sm_margin=0, de
 
     ``deterministic``: of the gradients.
     """
-    inputs = (q, k, v) if sink is None else (q, k, v, sink)
-    recorded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
     function, dynamic, scalars = None, False, ()
     if problem.batch and problem.heads and problem.seqlen_q and problem.seqlen_k:
         from .compile import compiled  # imports the DSL (seconds): only where a kernel is launched
@@ -74,7 +73,7 @@ def prepare(problem, q, k, v, *, sink=None, out=None, plan=None, sm_margin=0, de
         one_of_lse.expand(lse_shape),
         unread_rows(problem.device, lse_shape),
         all(tma_reads(tensor) for tensor in (q, k, v, out) if tensor is not None),
-        GradientRecipe(problem, deterministic, sm_margin, {}) if recorded else None,
+        GradientRecipe(problem, deterministic, sm_margin, {}) if recorded(q, k, v, sink) else None,
     )
 
 

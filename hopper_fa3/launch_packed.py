@@ -7,6 +7,7 @@ import torch
 
 from . import plan as planning
 from . import reference_backward
+from .checks import recorded
 from .kernels.query_config import QueryConfig
 from .kernels.table_size import ENTRY_WORDS, table_lines, workspace_lines
 from .launch import (
@@ -49,8 +50,6 @@ def prepare(problem, q, k, v, *, sink=None, out=None, plan=None, sm_margin=0, de
 
     ``deterministic``: of the gradients.
     """
-    inputs = (q, k, v) if sink is None else (q, k, v, sink)
-    recorded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
     one_of_out, one_of_lse, one_of_table = (
         torch.empty(1, dtype=dtype, device=q.device) for dtype in (q.dtype, torch.float32, torch.int32)
     )
@@ -74,7 +73,7 @@ def prepare(problem, q, k, v, *, sink=None, out=None, plan=None, sm_margin=0, de
         unread_rows(problem.device, lse_shape),
         table,
         all(tma_reads(tensor) for tensor in (q, k, v, out) if tensor is not None),
-        GradientRecipe(problem, deterministic, sm_margin, {}) if recorded else None,
+        GradientRecipe(problem, deterministic, sm_margin, {}) if recorded(q, k, v, sink) else None,
     )
 
 

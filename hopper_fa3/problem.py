@@ -17,6 +17,7 @@ from .checks import (
     checked_softcap,
     is_integer,
     name_of,
+    recorded,
     require_tensor,
     shown,
 )
@@ -166,8 +167,59 @@ class BackwardStatic(NamedTuple):
     mask: MaskHook | None = None
 
 
+class Asked:
+    """What a Problem and a PackedProblem say of their fields alike."""
+
+    packed = None  # what of packed sequences the kernels are compiled for
+
+    @property
+    def group(self):
+        """Query heads per K/V head."""
+        return self.heads // self.heads_k
+
+    @property
+    def bounded(self):
+        """True where some query may see less than all keys of its sequence."""
+        return self.windowed or self.right is not None
+
+    @property
+    def windowed(self):
+        """True where keys in front of others may be hidden: kernels have a left bound."""
+        return self.left is not None or self.attention_chunk > 0
+
+    @property
+    def static(self):
+        """The part of a CUDA problem that the kernel is compiled for."""
+        return Static(
+            dtype=name_of(self.dtype),
+            head_dim=planning.tile_class(self.head_dim),
+            head_dim_v=planning.tile_class(self.head_dim_v),
+            # A left bound comes with a right one, which may hide nothing: a third of the kernels less, and a window
+            # that is open on the right is rare
+            right_bound=self.bounded,
+            left_bound=self.windowed,
+            negative_scale=self.softmax_scale < 0 and not self.softcap and self.score is None,
+            packed=self.packed,
+            softcap=self.softcap > 0,
+            sink=self.has_sink,
+            alibi=("linear" if self.right == 0 else "distance") if self.has_alibi else None,
+            chunked=self.attention_chunk > 0,
+            score=self.score,
+            mask=self.mask,
+        )
+
+    def backward_static(self, lse_gradient, deterministic):
+        """The same for the gradients of a CUDA problem; the sign of the scale changes nothing in them."""
+        static = self.static
+        return BackwardStatic(
+            static.dtype, static.head_dim, static.head_dim_v, static.right_bound, lse_gradient, deterministic,
+            static.left_bound, static.packed, static.softcap, static.alibi, static.chunked,
+            sink=static.sink and static.packed is not None, score=static.score, mask=static.mask,
+        )  # fmt: skip
+
+
 @dataclass(frozen=True)
-class Problem:
+class Problem(Asked):
     """One attention call: what is asked, with nothing about how it is computed."""
 
     device: torch.device
@@ -232,38 +284,14 @@ class Problem:
         return problem
 
     @property
-    def group(self):
-        """Query heads per K/V head."""
-        return self.heads // self.heads_k
-
-    @property
     def out_shape(self):
         """That of the result."""
         return self.batch, self.seqlen_q, self.heads, self.head_dim_v
 
     @property
-    def bounded(self):
-        """True where some query sees less than all keys."""
-        return self.windowed or self.right is not None
-
-    @property
-    def windowed(self):
-        """True where keys in front of others may be hidden: kernels have a left bound."""
-        return self.left is not None or self.attention_chunk > 0
-
-    @property
     def kernel_bounds(self):
         """See kernel_bounds_of."""
         return kernel_bounds_of(self, self.seqlen_q, self.seqlen_k)
-
-    @property
-    def static(self):
-        """The part of a CUDA problem that the kernel is compiled for."""
-        return static_of(self)
-
-    def backward_static(self, lse_gradient, deterministic):
-        """The same for the gradients of a CUDA problem; the sign of the scale changes nothing in them."""
-        return backward_static_of(self, lse_gradient, deterministic)
 
 
 def kernel_bounds_of(problem, longest_q, longest_k):
@@ -276,36 +304,6 @@ def kernel_bounds_of(problem, longest_q, longest_k):
     return right, longest_k if problem.left is None else problem.left, min(problem.attention_chunk, LARGEST_CHUNK)
 
 
-def static_of(problem):
-    """The Static of a Problem or PackedProblem."""
-    return Static(
-        dtype=name_of(problem.dtype),
-        head_dim=planning.tile_class(problem.head_dim),
-        head_dim_v=planning.tile_class(problem.head_dim_v),
-        # A left bound comes with a right one, which may hide nothing: a third of the kernels less, and a window that is
-        # open on the right is rare
-        right_bound=problem.bounded,
-        left_bound=problem.windowed,
-        negative_scale=problem.softmax_scale < 0 and not problem.softcap and problem.score is None,
-        softcap=problem.softcap > 0,
-        sink=problem.has_sink,
-        alibi=("linear" if problem.right == 0 else "distance") if problem.has_alibi else None,
-        chunked=problem.attention_chunk > 0,
-        score=problem.score,
-        mask=problem.mask,
-    )
-
-
-def backward_static_of(problem, lse_gradient, deterministic):
-    """The BackwardStatic of a Problem or PackedProblem."""
-    static = static_of(problem)
-    return BackwardStatic(
-        static.dtype, static.head_dim, static.head_dim_v, static.right_bound, lse_gradient, deterministic,
-        static.left_bound, softcap=static.softcap, alibi=static.alibi, chunked=static.chunked,
-        score=static.score, mask=static.mask,
-    )  # fmt: skip
-
-
 def too_large(softcap):
     """The softcap where kernels refuse it, else None."""
     return softcap if softcap > LARGEST_SOFTCAP else None
@@ -313,15 +311,14 @@ def too_large(softcap):
 
 def tensor_facts(q, k, v, sm_margin, sink, alibi_slopes):
     """Facts for ILLEGAL that every call has, of its tensors and their device."""
-    inputs = (q, k, v) if sink is None else (q, k, v, sink)  # of the gradients
     on_cuda = q.device.type == "cuda"
     sms = multiprocessors(q.device) if on_cuda else None
     return {
         "device": q.device.type, "architecture": architecture(q.device) if on_cuda else None,
         "dtype": name_of(q.dtype), "head_dim": q.shape[-1], "head_dim_v": v.shape[-1], "sm_margin": sm_margin,
         "remaining_sms": sms - sm_margin if on_cuda and is_integer(sm_margin) else None,
-        "requires_grad": torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs),
-        "slopes_gradient": torch.is_grad_enabled() and alibi_slopes is not None and alibi_slopes.requires_grad,
+        "requires_grad": recorded(q, k, v, sink),
+        "slopes_gradient": recorded(alibi_slopes),
         "tangent": forward_ad._current_level >= 0 and any(map(_has_tangent, (q, k, v))),
     }  # fmt: skip
 

@@ -20,9 +20,9 @@ from .hooks import MaskHook, ScoreHook
 from .kernels.table_size import HEADER, table_lines
 from .problem import (
     TILE_ROWS,
+    Asked,
     Packed,
     Problem,
-    backward_static_of,
     bounds,
     check_memory,
     check_out,
@@ -31,7 +31,6 @@ from .problem import (
     chunked,
     kernel_bounds_of,
     refuse_illegal,
-    static_of,
     tensor_facts,
     too_large,
 )
@@ -40,7 +39,7 @@ LAYOUTS = (("total_q", "heads", "head_dim"), ("total_k", "heads_k", "head_dim"),
 
 
 @dataclass(frozen=True)
-class PackedProblem:
+class PackedProblem(Asked):
     """One attention call on packed sequences: what is asked, with nothing about how it is computed.
 
     Nothing here depends on where the sequences begin and end: on CUDA only the device knows.
@@ -121,21 +120,6 @@ class PackedProblem:
         return problem
 
     @property
-    def group(self):
-        """Query heads per K/V head."""
-        return self.heads // self.heads_k
-
-    @property
-    def bounded(self):
-        """True where some query may see less than all keys of its sequence."""
-        return self.windowed or self.right is not None
-
-    @property
-    def windowed(self):
-        """True where keys in front of others may be hidden."""
-        return self.left is not None or self.attention_chunk > 0
-
-    @property
     def kernel_bounds(self):
         """See kernel_bounds_of: no sequence is longer than all rows."""
         return kernel_bounds_of(self, self.total_q, self.total_k)
@@ -149,15 +133,6 @@ class PackedProblem:
     def packed(self):
         """What of it the kernels are compiled for."""
         return Packed(self.has_seqused_q, self.has_seqused_k)
-
-    @property
-    def static(self):
-        """The part of a CUDA problem that the kernel is compiled for."""
-        return static_of(self)._replace(packed=self.packed)
-
-    def backward_static(self, lse_gradient, deterministic):
-        """The same for the gradients of a CUDA problem; the sign of the scale changes nothing in them."""
-        return backward_static_of(self, lse_gradient, deterministic)._replace(packed=self.packed, sink=self.has_sink)
 
     def side_by_side(self, sequences, seqlen_q, seqlen_k):
         """The Problem of some of its sequences, all of these lengths, as the heads of one.

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from .band import Band, blocks
+from .checks import recorded
 from .hooks import indices_of
 from .reference_backward import blockwise_backward, sink_gradient
 from .scores import ScoreRule, hide
@@ -95,7 +96,7 @@ def blockwise(
     traffic = Traffic() if traffic is None else traffic
     if problem.score is not None and torch.is_grad_enabled():
         problem.score.refuse_gradients_of_its_own(arithmetic_dtype(q.dtype))
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sink)):
+    if recorded(q, k, v, sink):
         return BlockwiseAttention.apply(q, k, v, sink, alibi_slopes, problem, block_q, block_k, traffic)
     return _forward(problem, q, k, v, sink, alibi_slopes, out, block_q, block_k, traffic)
 
@@ -341,7 +342,7 @@ def _results(q, k, v, dtype, out=None, sink=None):
         out = torch.zeros((batch, seqlen_q, heads, v.shape[-1]), dtype=dtype, device=q.device)
     lse = torch.full((batch, heads, seqlen_q), -math.inf, dtype=arithmetic_dtype(dtype), device=q.device)
     inputs = [tensor for tensor in (q, k, v, sink) if tensor is not None]
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
+    if recorded(*inputs):
         nothing = sum(tensor[:0].sum() for tensor in inputs)
         out, lse = out + nothing.to(dtype), lse + nothing.to(lse.dtype)
     return out, lse

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from .band import blocks
+from .checks import recorded
 from .problem import Problem
 from .problem_packed import used_rows
 from .reference import blockwise, standard
@@ -71,7 +72,7 @@ def blockwise_packed(problem, q, k, v, lengths, *, sink=None, alibi_slopes=None,
     """
     if problem.score is not None and torch.is_grad_enabled():
         problem.score.refuse_gradients_of_its_own(arithmetic_dtype(q.dtype))
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sink)):
+    if recorded(q, k, v, sink):
         return PackedAttention.apply(q, k, v, sink, alibi_slopes, *lengths, problem)
     return _forward(problem, q, k, v, sink, alibi_slopes, lengths, out)
 
