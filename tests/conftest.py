@@ -76,7 +76,10 @@ def group_of(item):
         return path, "sanitizer"
     head_dims = re.search(r"-d(\d+_\d+-[a-z]*)", name)  # of cases.Case, with its mask
     mark = item.get_closest_marker("kernels")
-    return path, head_dims[1] if head_dims else f"others of {mark.args[0]}" if mark else name
+    if head_dims or not mark:
+        return path, head_dims[1] if head_dims else name
+    parameters = item.callspec.params if hasattr(item, "callspec") else {}
+    return path, " ".join([f"others of {mark.args[0]}", *(str(parameters[word]) for word in mark.args[1:])])
 
 
 def is_sanitizer(item):
@@ -125,7 +128,23 @@ def pytest_runtest_protocol(item):
     if mark is None:
         return (yield)
     with hang_guard(mark.kwargs.get("limit", LIMIT), item.config.stash[STDERR]):
-        return (yield)
+        result = yield
+    if fault := context_fault():  # all tests behind it would fail, and with --claims those of other processes
+        item.session.shouldfail = f"{item.nodeid} left no usable CUDA context: {fault}"
+    return result
+
+
+def context_fault():
+    """What a launch left behind that no later one survives (an illegal address, say), or None."""
+    import torch
+
+    if not torch.cuda.is_initialized():
+        return None
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        return str(error).partition("\n")[0]
+    return None
 
 
 @pytest.fixture(scope="session")

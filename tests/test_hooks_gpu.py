@@ -16,7 +16,7 @@ from hopper_fa3 import compile as compiling
 from hopper_fa3 import flash_attn_func
 from hopper_fa3.hooks import MaskHook, ScoreHook
 
-pytestmark = pytest.mark.gpu
+pytestmark = pytest.mark.gpu(limit=300)  # a test compiles up to a dozen kernels
 
 # (head_dim, head_dim_v, dtype): the plans' rows and the backward's kinds of kernels
 DIMS = (
@@ -55,6 +55,7 @@ def test_values_and_gradients(dims, name, options, device):
         check_both(*case.inputs(device), **HOOKS[name], **options)
 
 
+@pytest.mark.kernels("groups", "name")
 @pytest.mark.parametrize(("group", "heads_k"), [(5, 2), (8, 1)])
 @pytest.mark.parametrize("name", HOOKS)
 def test_groups_of_heads(name, group, heads_k, device):

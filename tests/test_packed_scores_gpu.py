@@ -12,7 +12,7 @@ from packed_cases import CROSSED, EMPTY, RAGGED, SPARE, TAILED, USED, Inputs, Pa
 from hopper_fa3 import flash_attn_func, flash_attn_varlen_func, plan
 from hopper_fa3.problem_packed import PackedProblem
 
-pytestmark = pytest.mark.gpu
+pytestmark = pytest.mark.gpu(limit=300)  # a test compiles up to a dozen kernels
 
 # (head_dim, head_dim_v, dtype): the plan's rows and the backward's kinds of kernels
 DIMS = (
@@ -75,6 +75,7 @@ def check_sink(inputs, out, lse, dout, dlse, *, sink, **options):
     assert got.dtype == sink.dtype and ((got.double() - expected).abs() <= bound).all()
 
 
+@pytest.mark.kernels("hooks", "name", "mask")
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 @pytest.mark.parametrize("name", HOOKS)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.mix)
@@ -99,6 +100,7 @@ def test_hooks_together(pair, dims, device):
         check_both(case, device, **options, **mask)
 
 
+@pytest.mark.kernels("groups", "name")
 @pytest.mark.parametrize(("heads", "heads_k"), [(10, 2), (8, 1)])
 @pytest.mark.parametrize("name", HOOKS)
 def test_groups_of_heads(name, heads, heads_k, device):
@@ -118,6 +120,7 @@ def test_many_tiles(dims, device):
 # Softcap
 
 
+@pytest.mark.kernels("softcaps")
 @pytest.mark.parametrize(("softcap", "scale"), [(15.0, 3.0), (15.0, -0.3), (0.5, 1.0), (1024.0, 0.5)])
 def test_softcap_of_any_logits(softcap, scale, device):
     check_both(replace(USED, softmax_scale=scale), device, softcap=softcap, causal=True)
@@ -126,6 +129,7 @@ def test_softcap_of_any_logits(softcap, scale, device):
 # Sink
 
 
+@pytest.mark.kernels("sinks")
 @pytest.mark.parametrize("value", [-math.inf, -100.0, 0.0, 100.0])
 @pytest.mark.parametrize("case", [EMPTY, SPARE, USED], ids=lambda case: case.mix)
 def test_sinks_of_any_size(case, value, device):
@@ -160,6 +164,7 @@ def test_a_sink_of_either_dtype_in_any_layout(dtype, device):
 # ALiBi
 
 
+@pytest.mark.kernels("slopes", "mask")
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 @pytest.mark.parametrize("slope", [0.0, -0.01, 1.0, 30.0])
 def test_slopes_of_any_size(slope, mask, device):
@@ -177,6 +182,7 @@ def test_slopes_in_any_layout(device):
 # Chunks
 
 
+@pytest.mark.kernels("chunks", "dims")
 @pytest.mark.parametrize("dims", FEW, ids=str)
 @pytest.mark.parametrize("chunk", [1, 40, 64, 100, 128, 300])
 def test_chunks(chunk, dims, device):
@@ -185,6 +191,7 @@ def test_chunks(chunk, dims, device):
         check_both(of_dims(case, *dims), device, attention_chunk=chunk, **mask)
 
 
+@pytest.mark.kernels("long chunks")
 @pytest.mark.parametrize("chunk", [513, 2**31, 2**62])
 def test_chunks_longer_than_the_keys(chunk, device):
     """They hide keys only from queries in front of all keys."""

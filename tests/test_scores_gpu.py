@@ -15,7 +15,7 @@ from hopper_fa3 import flash_attn_func
 from hopper_fa3.kernels.score import LARGEST_POWER, LOG2_E
 from hopper_fa3.problem import LARGEST_SOFTCAP
 
-pytestmark = pytest.mark.gpu
+pytestmark = pytest.mark.gpu(limit=300)  # a test compiles up to a dozen kernels
 
 # (head_dim, head_dim_v, dtype): the plan's rows and the backward's kinds of kernels; dims that do not fill their class
 DIMS = (
@@ -86,6 +86,7 @@ def test_hooks_together(pair, dims, device):
         check_both(*case.inputs(device), **options, **mask)
 
 
+@pytest.mark.kernels("groups", "name")
 @pytest.mark.parametrize(("group", "heads_k"), [(5, 2), (8, 1)])
 @pytest.mark.parametrize("name", HOOKS)
 def test_groups_of_heads(name, group, heads_k, device):
@@ -104,6 +105,7 @@ def test_many_tiles(head_dim, device):
 # Softcap
 
 
+@pytest.mark.kernels("softcap", "dims")
 @pytest.mark.parametrize("dims", [DIMS[0], DIMS[1], DIMS[4], DIMS[5], DIMS[7]], ids=str)
 @pytest.mark.parametrize(("softcap", "scale"), [(15.0, 3.0), (15.0, -0.3), (0.5, 1.0), (50.0, 0.0), (1024.0, 0.5)])
 def test_softcap_of_any_logits(softcap, scale, dims, device):
@@ -130,6 +132,7 @@ def test_rows_that_outgrow_their_shift_under_a_softcap(device):
 # Sink
 
 
+@pytest.mark.kernels("sinks", "options")
 @pytest.mark.parametrize("value", [-math.inf, -100.0, 0.0, 100.0])
 @pytest.mark.parametrize("options", MASKS, ids=str)
 def test_line_13_sinks_of_any_size(options, value, device):
@@ -162,6 +165,7 @@ def test_a_sink_of_either_dtype_in_any_layout(dtype, device):
 # ALiBi
 
 
+@pytest.mark.kernels("slopes", "options")
 @pytest.mark.parametrize("options", MASKS, ids=str)
 @pytest.mark.parametrize("slope", [0.0, 1.0, -0.01, -1.0, 30.0])
 def test_slopes_of_any_size(slope, options, device):
@@ -182,6 +186,7 @@ def test_slopes_in_any_layout(device):
 # Chunks
 
 
+@pytest.mark.kernels("chunks", "dims")
 @pytest.mark.parametrize("dims", [DIMS[0], DIMS[4], DIMS[6], DIMS[7]], ids=str)
 @pytest.mark.parametrize("chunk", [1, 40, 64, 100, 128, 300])
 def test_chunks(chunk, dims, device):
@@ -270,6 +275,7 @@ def test_deterministic_gradients_repeat(name, head_dim, device):
         assert all(map(torch.equal, first, check_gradients.run(q, k, v, **given)))
 
 
+@pytest.mark.kernels("nan", "name")
 @pytest.mark.parametrize("name", ["softcap", "sink", "alibi"])
 @pytest.mark.parametrize("which", ["query", "key", "last key"])
 def test_a_nan_reaches_what_depends_on_it(which, name, device):
