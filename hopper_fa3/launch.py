@@ -7,6 +7,7 @@ import torch
 
 from . import plan as planning
 from .checks import recorded
+from .kernels.config import CAP_UNITS
 from .problem import Problem, multiprocessors
 
 # Below the smallest normal float32 a scale would be flushed to 0, and 0 times a masked score of -inf is NaN.
@@ -144,7 +145,7 @@ def scales(problem):
     """``(scale_log2, cap_factor)`` of the kernels: kernels/score.py."""
     if not problem.softcap:
         return scale_log2(problem.softmax_scale), None
-    factor = 2 * math.log2(math.e) * problem.softmax_scale / problem.softcap
+    factor = CAP_UNITS * problem.softmax_scale / problem.softcap
     factor = min(max(factor, -LARGEST_FACTOR), LARGEST_FACTOR)
     return -2 * math.log2(math.e) * problem.softcap, factor
 

@@ -56,13 +56,6 @@ TABLE = {
     (256, 256, True): Plan(128, 80, pingpong=False),
 }
 
-# Instead with softcap, whose four elements under way take registers: not measured yet
-SOFTCAP_TABLE = {
-    (64, 64): Plan(192, 112),  # with 128 keys 41 instructions spill
-    (96, 96): Plan(192, 96),
-    (128, 128): Plan(128, 128),  # 192 x 112 with P shared spills 10, with 128 keys 58
-}
-
 # Instead with a score hook: two warpgroups leave 80 registers more to what it computes. Not measured yet; with three,
 # a bias of the distance beside a mask spills 95 instructions at head_dim 64, 6 at 96 and 109 at 128
 SCORE_HOOK_TABLE = {(head_dim, head_dim): Plan(128, 128) for head_dim in (64, 96, 128)}
@@ -75,8 +68,6 @@ def choose(static):
     row = TABLE.get((static.head_dim, static.head_dim_v, static.right_bound))
     if static.score is not None:
         row = SCORE_HOOK_TABLE.get((static.head_dim, static.head_dim_v), row)
-    elif static.softcap:
-        row = SOFTCAP_TABLE.get((static.head_dim, static.head_dim_v), row)
     return row if row is not None else largest_block(static)
 
 

@@ -122,7 +122,7 @@ def exponentiate(
     scores = rows_and_columns(accumulator)
     columns = cute.size(scores, mode=[1])
     if const_expr(hook.softcap):
-        cap(scores, run.cap_factor, shared=False)
+        cap(scores, run.cap_factor)
     if const_expr(hook.factors):
         words = cute.make_tensor(cute.recast_ptr(factors.iterator, dtype=Int32), cute.make_layout((ROWS, columns // 2)))
         even = cute.make_rmem_tensor(ROWS, Float32)

@@ -35,6 +35,21 @@ class KeyBlocks(NamedTuple):
     keys: Int32  # from the origin on, up to the last that any of the rows sees
 
 
+class DiagonalFirst(NamedTuple):
+    """All blocks of a tile, beginning at its diagonal: down to the first one, then from the last one down. Where scores
+    fall with the distance from the diagonal, a row's largest come first; in any other order nearly each block would
+    outgrow the shift of those before it, and be done twice.
+    """
+
+    pivot: Int32  # the block of the tile's last row's diagonal, or the nearest one
+    end: Int32
+
+    def block(self, step: Int32) -> Int32:
+        """The block that comes ``step`` blocks after the pivot."""
+        block = self.pivot - step
+        return cutlass.select_(block < 0, block + self.end, block)
+
+
 class RowKeys(NamedTuple):
     """Where the keys of a thread's two rows end."""
 
@@ -139,6 +154,13 @@ class Band:
         end = (keys + self.tile_n - 1) // self.tile_n
         first = cutlass.min(first, end)  # rows past the last query
         return KeyBlocks(first, inner, full, end, keys)
+
+    @cute.jit
+    def diagonal_first(self, row_begin: Int32, rows: Int32, seqlen_q: Int32, seqlen_k: Int32, end: Int32):
+        """The DiagonalFirst of a tile of ``end`` blocks."""
+        last_row = cutlass.min(row_begin + rows, seqlen_q) - 1
+        pivot = cutlass.max(last_row + seqlen_k - seqlen_q, 0) // self.tile_n
+        return DiagonalFirst(cutlass.min(pivot, end - 1), end)
 
     @cute.jit
     def end_is_masked(self, inner: Int32, full: Int32, end: Int32) -> Boolean:

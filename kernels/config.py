@@ -12,6 +12,7 @@ SHARED_MEMORY_LIMIT = 232_448  # bytes a CTA may use on sm_90: 227 KiB
 SHARED_ALIGNMENT = 1024  # bytes; the 128-byte swizzle of TMA and WGMMA repeats every 1024
 ELEMENT_BYTES = 2  # bf16 and fp16
 FLOAT_BYTES = 4
+CAP_UNITS = 4.0  # of a softcap, in which score.py takes a score: below 2 units it needs no exponential
 SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16"}  # what kernels are built for, as names say it
 
 REGISTER_FILE = 65_536  # registers of an SM, which a CTA at launch shares out evenly
@@ -129,6 +130,11 @@ class ForwardConfig(Checked):
     def dynamic(self):
         """True where tiles are of unequal length, so that CTAs fetch them from a counter."""
         return self.right_bound or self.packed
+
+    @property
+    def from_diagonal(self):
+        """True where a tile's blocks are not visited from the last to the first: blocks.DiagonalFirst."""
+        return self.alibi == "distance" and not self.right_bound
 
     @property
     def query_bytes(self):

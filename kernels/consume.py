@@ -11,7 +11,7 @@ from cutlass.cute.nvgpu import warpgroup as wgmma
 
 from .args import RunTime
 from .barriers import Turns, any_of_warpgroup
-from .blocks import LEFT, NO_SIDE, Band, KeyBlocks, RowKeys, Sides
+from .blocks import LEFT, NO_SIDE, Band, DiagonalFirst, KeyBlocks, RowKeys, Sides
 from .config import WARPGROUP_THREADS, WARPS_PER_WARPGROUP, WGMMA_M, ForwardConfig
 from .epilogue import normalise, store_lse
 from .mask import mask_scores
@@ -103,6 +103,9 @@ class Consumer:
             origin = self.band.origin(first_query, *place.sequence[:2], run.left)
             bounds = *place.sequence[:2], run.right, run.left, origin
             tile_end = self.band.blocks(first_query, config.tile_m, *bounds).end
+            order = None
+            if const_expr(config.from_diagonal):
+                order = self.band.diagonal_first(first_query, config.tile_m, *place.sequence[:2], tile_end)
             first_query += warpgroup * WGMMA_M
             own = self.band.blocks(first_query, WGMMA_M, *bounds)
             first, *_, end, _ = own
@@ -117,7 +120,7 @@ class Consumer:
             q_pipe.consumer_wait(q_state)
             if end > 0:
                 k_state, v_state = self.tile(
-                    products, pipes, k_state, v_state, rows, warpgroup, is_store_warp, own, run
+                    products, pipes, k_state, v_state, rows, warpgroup, is_store_warp, own, order, run
                 )
             q_pipe.consumer_release(q_state)
             if end > 0:
@@ -168,13 +171,26 @@ class Consumer:
         warpgroup: Int32,
         is_store_warp: Boolean,
         own: KeyBlocks,
+        order: DiagonalFirst | None,
         run: RunTime,
     ):
-        """A warpgroup's ``own`` blocks, from the last to the first; P V of the first one is yet to come."""
+        """A warpgroup's ``own`` blocks, from the last to the first or in ``order``; P V of the last one visited is yet
+        to come.
+        """
         first, inner, full, end, _ = own
         _, k_pipe, _ = pipes
-        masked = self.band.end_is_masked(inner, full, end)
-        k_state = self.first_block(products, k_pipe, k_state, rows, warpgroup, is_store_warp, masked, end, run)
+        masked, block = self.band.end_is_masked(inner, full, end), end - 1
+        if const_expr(order is not None):
+            masked, block = full <= order.pivot, order.pivot
+        k_state = self.first_block(products, k_pipe, k_state, rows, warpgroup, is_store_warp, masked, block, run)
+        if const_expr(order is not None):
+            for step in cutlass.range(1, order.pivot + 1, unroll=1):
+                k_state, v_state = self.block(
+                    products, pipes, k_state, v_state, rows, warpgroup, run, order.block(step), NO_SIDE
+                )
+            # Those behind the pivot
+            inner, end = order.pivot + 1, end + 1
+            full = cutlass.max(full, inner)
         full = cutlass.min(full, end - 1)
         for block in cutlass.range(end - 2, full - 1, -1, unroll=1):
             k_state, v_state = self.block(
@@ -233,8 +249,8 @@ class Consumer:
         return block * self.config.tile_n + 2 * (cute.arch.lane_idx() % QUAD)
 
     @cute.jit
-    def apply_hook(self, scores: cute.Tensor, rows: Rows, block: Int32, sides: cutlass.Constexpr[Sides], run: RunTime):
-        """One block's products to what the softmax takes; ``sides``: on which it may be masked behind this."""
+    def apply_hook(self, scores: cute.Tensor, rows: Rows, block: Int32, run: RunTime):
+        """One block's products to what the softmax takes, masks aside."""
         place = None if rows.slope is None else self.first_column(block) - rows.diagonal
         bias = None if rows.slope is None else self.hook.bias(rows.slope, place, scores[0])
         pairs = None
@@ -242,8 +258,7 @@ class Consumer:
             # Known with the scores only: else what is made of it stays in registers for when the block is done again
             key = rows.pairs.key + known_with(scores[0], self.first_column(block))
             pairs = rows.pairs._replace(key=key)
-        shared = sides == NO_SIDE
-        self.hook.apply(rows_and_columns(scores), bias, pairs, run, shared, self.softmax.masked)
+        self.hook.apply(rows_and_columns(scores), bias, pairs, run, self.softmax.masked)
 
     @cute.jit
     def mask(self, scores: cute.Tensor, rows: Rows, block: Int32, sides: cutlass.Constexpr[Sides], run: RunTime):
@@ -262,10 +277,10 @@ class Consumer:
         warpgroup: Int32,
         is_store_warp: Boolean,
         masked: Boolean,
-        end: Int32,
+        block: Int32,
         run: RunTime,
     ):
-        """Scores and softmax of the last block: its P V comes with the next block."""
+        """Scores and softmax of the block that is visited first: its P V comes with the next block."""
         scores = new_accumulator(products.qk_first, (WGMMA_M, self.config.tile_n))
         begin(Phase.WAIT_K)
         k_pipe.consumer_wait(k_state)
@@ -280,9 +295,9 @@ class Consumer:
         begin(Phase.MASK)
         k_pipe.consumer_release(k_state)
         k_state.advance()
-        self.apply_hook(scores, rows, end - 1, self.band.sides, run)
+        self.apply_hook(scores, rows, block, run)
         if masked:
-            self.mask(scores, rows, end - 1, self.band.sides, run)
+            self.mask(scores, rows, block, self.band.sides, run)
         begin(Phase.ROW_MAXIMUM)
         self.softmax.set_shift(rows_and_columns(scores), rows.shift, self.hook.scale(run))
         begin(Phase.EXPONENTIALS)
@@ -329,7 +344,7 @@ class Consumer:
         # P V runs on under the softmax here and the other warpgroups'; without overlap both products end first
         begin(Phase.WAIT_QK)
         wgmma.wait_group(1 if config.overlap else 0)
-        self.apply_hook(scores, rows, block, sides, run)
+        self.apply_hook(scores, rows, block, run)
         if const_expr(sides != NO_SIDE):
             begin(Phase.MASK)
             self.mask(scores, rows, block, sides, run)
@@ -383,7 +398,7 @@ class Consumer:
         wgmma.fence()
         issue_scores(products, scores, k_stage)
         wgmma.wait_group(0)
-        self.apply_hook(scores, rows, block, sides, run)
+        self.apply_hook(scores, rows, block, run)
         if const_expr(sides != NO_SIDE):
             # Two comparisons an element, were they known, the compiler would keep from the first time, bit by bit
             again = kept(block) if const_expr(sides.left and sides.right) else block

@@ -5,7 +5,7 @@ from functools import partial
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, pipeline
+from cutlass import Int32, const_expr, pipeline
 
 from .args import RunTime, TiledTensor, partition
 from .blocks import Band
@@ -107,7 +107,7 @@ class Producer:
     @cute.jit
     def run(self, tensors: tuple, shared: tuple, pipes: tuple, queue: TileQueue, run: RunTime):
         """All tiles of this CTA: K of the last block, Q, then K one block ahead of V, from the last block to the
-        first.
+        first, or as DiagonalFirst says.
         """
         config = self.config
         tiled_q, tiled_k, tiled_v = tensors
@@ -133,14 +133,21 @@ class Producer:
             q_box, k_box = (WGMMA_M, config.head_dim), (config.tile_n, config.head_dim)
             q_tiles, q_stages = head_tiles(tiled_q, s_q, q_box, head, batch_index, sequence.query_row(0))
             k_tiles, k_stages = head_tiles(tiled_k, s_k, k_box, head_k, batch_index, first_key)
+            order = None
+            if const_expr(config.from_diagonal):
+                order = self.band.diagonal_first(first_query, config.tile_m, *sequence[:2], end)
             if end > 0:
-                k_state = load(Phase.LOAD_K, tiled_k.atom, k_tiles[None, end - 1], k_stages, k_pipe, k_state)
+                last = order.block(Int32(0)) if const_expr(config.from_diagonal) else end - 1
+                k_state = load(Phase.LOAD_K, tiled_k.atom, k_tiles[None, last], k_stages, k_pipe, k_state)
             # Also for a tile that sees no key: the turn of Q's buffer stays the same for all
             for piece in cutlass.range_constexpr(config.consumer_warpgroups):
                 q_tile = q_tiles[None, m_block * config.consumer_warpgroups + piece]
                 q_state = load(Phase.LOAD_Q, tiled_q.atom, q_tile, q_stages, q_pipe, q_state)
             for block in cutlass.range(end - 1, 0, -1, unroll=1):
-                k_state = load(Phase.LOAD_K, tiled_k.atom, k_tiles[None, block - 1], k_stages, k_pipe, k_state)
+                after = block - 1
+                if const_expr(config.from_diagonal):
+                    block, after = order.block(end - 1 - block), order.block(end - block)
+                k_state = load(Phase.LOAD_K, tiled_k.atom, k_tiles[None, after], k_stages, k_pipe, k_state)
                 v_tile, v_stages = self.values.tile(tiled_v, s_v, block, first_key, keys, head_k, batch_index)
                 v_state = load(Phase.LOAD_V, tiled_v.atom, v_tile, v_stages, v_pipe, v_state)
             # Two blocks before the consumers are done: late enough that whoever ends first gets the longest tile left,
@@ -148,7 +155,8 @@ class Producer:
             begin(Phase.TAKE_TILE)
             tile, queue_state = self.schedule.fetch(queue, queue_state, tile, lengths, run)
             if end > 0:
-                v_tile, v_stages = self.values.tile(tiled_v, s_v, Int32(0), first_key, keys, head_k, batch_index)
+                last = order.block(end - 1) if const_expr(config.from_diagonal) else Int32(0)
+                v_tile, v_stages = self.values.tile(tiled_v, s_v, last, first_key, keys, head_k, batch_index)
                 v_state = load(Phase.LOAD_V, tiled_v.atom, v_tile, v_stages, v_pipe, v_state)
         begin(Phase.TAKE_TILE)
         self.schedule.finish(queue)

@@ -291,7 +291,7 @@ class QueryConsumer:
             first_column = block * self.config.tile_n + 2 * (cute.arch.lane_idx() % QUAD)
             pairs = own.pairs._replace(key=own.pairs.key + known_with(scores[0, 0], first_column))
         if const_expr(self.config.softcap):
-            cap(scores, run.cap_factor, shared=False)
+            cap(scores, run.cap_factor)
         if const_expr(self.hook.factors):
             capped = cute.make_rmem_tensor_like(scores)
             capped.store(scores.load())

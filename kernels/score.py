@@ -9,11 +9,13 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
+from .config import CAP_UNITS
+
 LOG2_E = 1.4426950408889634
 LN_2 = math.log(2.0)
-# exp(2 x) in base 2 may reach this: there tanh(x) is 1 in float32, and the product of four is finite
-LARGEST_POWER = 30.0
-SHARED = 4  # elements of a row that share a reciprocal
+LARGE = 2**30  # the bit of a float32 that is set where its magnitude is at least 2, and in a NaN
+# (1 - tanh(x / 4)) / 2 = 1/2 + x P(x^2) for |x| < 2: coefficients of P, highest power first, of the least largest error
+CAPPED = (1.3236230e-6, -6.4185282e-5, 2.6031763e-3, -0.12499971)
 ROWS_APART = 8  # the two rows of a WGMMA accumulator that one thread holds
 SIGN = -(2**31)
 
@@ -44,10 +46,11 @@ class Pairs(NamedTuple):
 
 @dataclass(frozen=True)
 class ScoreHook:
-    """``softcap``: a score is ``cap * tanh(x / cap)``, by one exponential and one reciprocal. With ``r = 1 / (1 + exp(2
-    x / cap))`` it is ``cap - 2 cap r``. A product becomes r; ``scale_log2``, with which it is multiplied then, is -2
-    cap log2(e), and the constant, the same for all keys, is brought back where the LSE needs it. The hardware's tanh is
-    right to 2^-11 only: at a cap of 15 the LSE would be off by 0.007.
+    """``softcap``: a score is ``cap * tanh(x / cap)``. With ``r = 1 / (1 + exp(2 x / cap))`` it is ``cap - 2 cap r``. A
+    product becomes r, by a polynomial where |x| is less than half the cap, else by one exponential and one reciprocal;
+    ``scale_log2``, with which it is multiplied then, is -2 cap log2(e), and the constant, the same for all keys, is
+    brought back where the LSE needs it. The hardware's tanh is right to 2^-11 only: at a cap of 15 the LSE would be off
+    by 0.007.
 
     ``alibi``: ``-slope * |key - diagonal|`` is added (Press et al. 2022). "linear" where no query sees a key behind its
     diagonal, so that there is no absolute value to take, else "distance". The result is the exponent itself, in base 2.
@@ -98,15 +101,11 @@ class ScoreHook:
         bias: Bias | None,
         pairs: Pairs | None,
         run,
-        shared: cutlass.Constexpr[bool],
         masked: cutlass.Constexpr[float],
     ):
-        """Products (2 rows, columns) in place. ``shared``: four of a row share one reciprocal, by three products more:
-        the special-function unit is what the time goes into. A NaN of one then reaches the four, so all must be of keys
-        that the row sees. ``masked``: the score of a pair that a mask hook hides.
-        """
+        """Products (2 rows, columns) in place. ``masked``: the score of a pair that a mask hook hides."""
         if const_expr(self.softcap):
-            cap(scores, run.cap_factor, shared)
+            cap(scores, run.cap_factor)
         if const_expr(self.alibi is not None and self.score is None):
             add_bias(scores, bias, run.scale_log2)
         if const_expr(self.of_pairs):
@@ -212,14 +211,55 @@ def cap_constant(scale_log2: Float32) -> Float32:
 
 
 @cute.jit
-def cap(scores: cute.Tensor, factor: Float32, shared: cutlass.Constexpr[bool]):
-    """Products to r. ``factor``: 2 log2(e) softmax scale / cap."""
-    for row in cutlass.range_constexpr(cute.size(scores, mode=[0])):
-        for first in cutlass.range_constexpr(0, cute.size(scores, mode=[1]), SHARED):
-            sums = [power_and_one(scores[row, first + index] * factor) for index in range(SHARED)]
-            inverses = shared_reciprocals(sums) if shared else [cute.arch.rcp_approx(each) for each in sums]
-            for index in cutlass.range_constexpr(SHARED):
-                scores[row, first + index] = inverses[index]
+def cap(scores: cute.Tensor, factor: Float32):
+    """Products to r. ``factor``: CAP_UNITS softmax scale / cap.
+
+    An element's r depends on that element alone. What the warp decides together is whether the exponentials of large
+    ones can be left out: all of a block's exponentials are as much as the special-function unit can do in the time of
+    the products at head_dim 128.
+    """
+    rows, columns = cute.size(scores, mode=[0]), cute.size(scores, mode=[1])
+    bits = Int32(0)
+    for row in cutlass.range_constexpr(rows):
+        for column in cutlass.range_constexpr(0, columns, 2):
+            pair = [scores[row, column + index] * factor for index in range(2)]
+            scores[row, column], scores[row, column + 1] = pair
+            bits = either(bits, *pair)
+    if cute.arch.vote_any_sync((bits & LARGE) != 0):
+        for row in cutlass.range_constexpr(rows):
+            for column in cutlass.range_constexpr(columns):
+                x = scores[row, column]
+                small = cute.arch.fmax(x, -x) < Float32(2.0)
+                scores[row, column] = cutlass.select_(small, capped_small(x), capped(x))
+    else:
+        for row in cutlass.range_constexpr(rows):
+            for column in cutlass.range_constexpr(columns):
+                scores[row, column] = capped_small(scores[row, column])
+
+
+def capped(x: Float32) -> Float32:
+    """r of a score that is x CAP_UNITS-ths of the cap."""
+    power = cute.math.exp2(x * Float32(2 * LOG2_E / CAP_UNITS), fastmath=True)
+    return cute.arch.rcp_approx(power + Float32(1.0))
+
+
+def capped_small(x: Float32) -> Float32:
+    """The same where |x| < 2, off by 1.7 / 2^24 at most."""
+    square = x * x
+    result = Float32(CAPPED[0])
+    for coefficient in CAPPED[1:]:
+        result = result * square + Float32(coefficient)
+    return result * x + Float32(0.5)
+
+
+@cute.jit
+def either(bits: Int32, a: Float32, b: Float32) -> Int32:
+    """The bits that are set in any."""
+    return cute.arch.inline_ptx(
+        "{ .reg .b32 a, b; mov.b32 a, {$r1}; mov.b32 b, {$r2}; lop3.b32 {$w0}, {$r0}, a, b, 0xFE; }",
+        write_only_types=[Int32],
+        read_only_args=[bits, a, b],
+    )
 
 
 @cute.jit
@@ -227,26 +267,6 @@ def derivative(capped: Float32, probability: Float32) -> Float32:
     """A probability times the derivative of its score by the product's: 1 - tanh^2 = 4 r (1 - r), of r = ``capped``."""
     four = capped * Float32(4.0)
     return probability * (four - four * capped)
-
-
-@cute.jit
-def power_and_one(exponent: Float32) -> Float32:
-    """1 + 2^exponent, at most 1 + 2^LARGEST_POWER; NaN stays NaN."""
-    bounded = cute.arch.inline_ptx(
-        f"min.NaN.f32 {{$w0}}, {{$r0}}, {literal(LARGEST_POWER)};",
-        write_only_types=[Float32],
-        read_only_args=[exponent],
-    )
-    return cute.math.exp2(bounded, fastmath=True) + Float32(1.0)
-
-
-def shared_reciprocals(values):
-    """1 / each of four values, by one reciprocal."""
-    a, b, c, d = values
-    ab, cd = a * b, c * d
-    inverse = cute.arch.rcp_approx(ab * cd)
-    of_ab, of_cd = inverse * cd, inverse * ab
-    return of_ab * b, of_ab * a, of_cd * d, of_cd * c
 
 
 @cute.jit

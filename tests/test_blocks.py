@@ -203,6 +203,32 @@ def test_a_query_tile_visits_the_keys_that_it_sees(band):
         assert not of_warpgroup[:, own.end * TILE_N :].any()
 
 
+def test_blocks_from_the_diagonal_on():
+    """The tile's last row's diagonal first, as near as there is a block; then all others once, from there to the first
+    one and from the last one down.
+    """
+    band, rows = Band(TILE_N, False), WARPGROUP_ROWS * WARPGROUPS
+    asked = [
+        (tile * rows, seqlen_q, seqlen_k, step)
+        for seqlen_q, seqlen_k in LENGTHS
+        for tile in range(-(-seqlen_q // rows))
+        for step in range(-(-seqlen_k // TILE_N))
+    ]
+
+    def of_step(row, seqlen_q, seqlen_k, step):
+        end = band.blocks(row, cutlass.Int32(rows), seqlen_q, seqlen_k, None, None, cutlass.Int32(0)).end
+        order = band.diagonal_first(row, cutlass.Int32(rows), seqlen_q, seqlen_k, end)
+        return order.pivot, order.block(step)
+
+    found = {}
+    for (*tile, _), (pivot, block) in zip(asked, evaluated(of_step, asked, 2), strict=True):
+        found.setdefault((*tile, pivot), []).append(block)
+    for (row, seqlen_q, seqlen_k, pivot), order in found.items():
+        diagonal = min(row + rows, seqlen_q) - 1 + seqlen_k - seqlen_q
+        assert pivot == min(max(diagonal, 0), seqlen_k - 1) // TILE_N
+        assert order == [*range(pivot, -1, -1), *range(-(-seqlen_k // TILE_N) - 1, pivot, -1)]
+
+
 def test_the_columns_of_a_row(band):
     """Those of both of a thread's rows, counted from its first key of a block; a side that is not masked has none."""
     asked = [(row, *each) for each in problems(band) for row in range(0, each[0] - 8, 3)]

@@ -12,7 +12,6 @@ from check import check, compare, run
 from check_gradients import arriving
 
 from hopper_fa3 import flash_attn_func
-from hopper_fa3.kernels.score import LARGEST_POWER, LOG2_E
 from hopper_fa3.problem import LARGEST_SOFTCAP
 
 pytestmark = pytest.mark.gpu(limit=300)  # a test compiles up to a dozen kernels
@@ -118,8 +117,6 @@ def test_the_smallest_softcap_and_the_largest(device):
     q, k, v = SMALL.inputs(device)
     for softcap in (2.0**-126, LARGEST_SOFTCAP):
         check_both(q, k, v, softcap=softcap)
-    # A score of 30 log(2) / 2 half caps is the cap in float32
-    assert 2 * math.atanh(1 - 2.0**-25) * LOG2_E < LARGEST_POWER
 
 
 def test_rows_that_outgrow_their_shift_under_a_softcap(device):
