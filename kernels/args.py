@@ -35,6 +35,7 @@ class RunTime(NamedTuple):
     cap_factor: Float32 | None = None  # of products, for score.Softcap; scale_log2 is that of its results then
     slopes: cute.Tensor | None = None  # (batch, heads)
     sink: cute.Tensor | None = None  # (heads)
+    polynomial: tuple | None = None  # fused.Polynomial
 
 
 class BackwardRunTime(NamedTuple):

@@ -43,11 +43,23 @@ class DiagonalFirst(NamedTuple):
 
     pivot: Int32  # the block of the tile's last row's diagonal, or the nearest one
     end: Int32
+    near: Int32  # of some of its rows: blocks in front hold only keys in front of these rows' diagonals; up to pivot
 
     def block(self, step: Int32) -> Int32:
         """The block that comes ``step`` blocks after the pivot."""
         block = self.pivot - step
         return cutlass.select_(block < 0, block + self.end, block)
+
+    def side(self, behind: Int32, own: KeyBlocks) -> KeyBlocks:
+        """Those of the rows' ``own`` that come after the pivot, as if one more came before: in front of it, or
+        ``behind``. Those between near and pivot are among the masked ones.
+        """
+        last = self.pivot + 1
+        inner, full, end = (
+            cutlass.select_(behind == 0, *each)
+            for each in ((Int32(0), last), (self.near, cutlass.max(own.full, last)), (last, own.end + 1))
+        )
+        return KeyBlocks(own.first, inner, full, end, own.keys)
 
 
 class RowKeys(NamedTuple):
@@ -156,11 +168,15 @@ class Band:
         return KeyBlocks(first, inner, full, end, keys)
 
     @cute.jit
-    def diagonal_first(self, row_begin: Int32, rows: Int32, seqlen_q: Int32, seqlen_k: Int32, end: Int32):
-        """The DiagonalFirst of a tile of ``end`` blocks."""
+    def diagonal_first(
+        self, row_begin: Int32, rows: Int32, own_begin: Int32, seqlen_q: Int32, seqlen_k: Int32, end: Int32
+    ) -> DiagonalFirst:
+        """Of a tile of ``end`` blocks, and of those of its rows that begin at ``own_begin``."""
+        shift = seqlen_k - seqlen_q
         last_row = cutlass.min(row_begin + rows, seqlen_q) - 1
-        pivot = cutlass.max(last_row + seqlen_k - seqlen_q, 0) // self.tile_n
-        return DiagonalFirst(cutlass.min(pivot, end - 1), end)
+        pivot = cutlass.min(cutlass.max(last_row + shift, 0) // self.tile_n, end - 1)
+        near = cutlass.min(cutlass.max(own_begin + shift + 1, 0) // self.tile_n, pivot)
+        return DiagonalFirst(pivot, end, near)
 
     @cute.jit
     def end_is_masked(self, inner: Int32, full: Int32, end: Int32) -> Boolean:

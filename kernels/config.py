@@ -137,6 +137,14 @@ class ForwardConfig(Checked):
         return self.alibi == "distance" and not self.right_bound
 
     @property
+    def fused(self):
+        """True where exponents of unmasked blocks come straight from the products: fused.py. ALiBi's must be linear
+        there.
+        """
+        linear = self.alibi != "distance" or self.from_diagonal
+        return (self.softcap or self.alibi is not None) and linear and self.score is None and self.mask is None
+
+    @property
     def query_bytes(self):
         return self.tile_m * self.head_dim * ELEMENT_BYTES
 

@@ -1,7 +1,7 @@
 """The consumer warpgroups of the forward kernel: S = Q Kᵀ, online softmax, O += P V."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import cutlass
@@ -9,6 +9,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr, pipeline
 from cutlass.cute.nvgpu import warpgroup as wgmma
 
+from . import fused
 from .args import RunTime
 from .barriers import Turns, any_of_warpgroup
 from .blocks import LEFT, NO_SIDE, Band, DiagonalFirst, KeyBlocks, RowKeys, Sides
@@ -103,10 +104,12 @@ class Consumer:
             origin = self.band.origin(first_query, *place.sequence[:2], run.left)
             bounds = *place.sequence[:2], run.right, run.left, origin
             tile_end = self.band.blocks(first_query, config.tile_m, *bounds).end
+            tile_query = first_query
+            first_query += warpgroup * WGMMA_M
             order = None
             if const_expr(config.from_diagonal):
-                order = self.band.diagonal_first(first_query, config.tile_m, *place.sequence[:2], tile_end)
-            first_query += warpgroup * WGMMA_M
+                of_sequence = *place.sequence[:2], tile_end
+                order = self.band.diagonal_first(tile_query, config.tile_m, first_query, *of_sequence)
             own = self.band.blocks(first_query, WGMMA_M, *bounds)
             first, *_, end, _ = own
             first_row = first_query + thread // QUAD // 8 * 16 + thread // QUAD % 8
@@ -177,20 +180,26 @@ class Consumer:
         """A warpgroup's ``own`` blocks, from the last to the first or in ``order``; P V of the last one visited is yet
         to come.
         """
-        first, inner, full, end, _ = own
+        _, inner, full, end, _ = own
         _, k_pipe, _ = pipes
         masked, block = self.band.end_is_masked(inner, full, end), end - 1
         if const_expr(order is not None):
             masked, block = full <= order.pivot, order.pivot
         k_state = self.first_block(products, k_pipe, k_state, rows, warpgroup, is_store_warp, masked, block, run)
         if const_expr(order is not None):
-            for step in cutlass.range(1, order.pivot + 1, unroll=1):
-                k_state, v_state = self.block(
-                    products, pipes, k_state, v_state, rows, warpgroup, run, order.block(step), NO_SIDE
-                )
-            # Those behind the pivot
-            inner, end = order.pivot + 1, end + 1
-            full = cutlass.max(full, inner)
+            for behind in cutlass.range(2, unroll=1):
+                blocks = order.side(behind, own)
+                k_state, v_state = self.other_blocks(products, pipes, k_state, v_state, rows, warpgroup, blocks, run)
+        else:
+            k_state, v_state = self.other_blocks(products, pipes, k_state, v_state, rows, warpgroup, own, run)
+        return k_state, v_state
+
+    @cute.jit
+    def other_blocks(
+        self, products: Products, pipes: tuple, k_state, v_state, rows: Rows, warpgroup: Int32, own: KeyBlocks, run
+    ):
+        """All of these blocks but the last one, which has been the first."""
+        first, inner, full, end, _ = own
         full = cutlass.min(full, end - 1)
         for block in cutlass.range(end - 2, full - 1, -1, unroll=1):
             k_state, v_state = self.block(
@@ -344,26 +353,31 @@ class Consumer:
         # P V runs on under the softmax here and the other warpgroups'; without overlap both products end first
         begin(Phase.WAIT_QK)
         wgmma.wait_group(1 if config.overlap else 0)
-        self.apply_hook(scores, rows, block, run)
+        in_place = not self.config.fused or sides != NO_SIDE
+        if const_expr(in_place):
+            self.apply_hook(scores, rows, block, run)
         if const_expr(sides != NO_SIDE):
             begin(Phase.MASK)
             self.mask(scores, rows, block, sides, run)
         if const_expr(config.early_p):
             self.end_output(v_pipe, v_state)
         sums = cute.make_rmem_tensor(ROWS, Float32)
-        # Once in general, twice where a row outgrew its shift. Never more: at logits beyond 2**27 rounding alone can
-        # pass the limit.
-        outgrown, fresh = Boolean(True), Boolean(True)
-        while outgrown:
-            begin(Phase.EXPONENTIALS)
-            self.softmax.exponentiate(rows_and_columns(scores), sums, rows.shift, self.hook.scale(run))
-            if const_expr(config.early_p):
-                self.probabilities.keep(products, rows.probabilities, scores)
-            outgrown = any_of_warpgroup(warpgroup, fresh & self.softmax.outgrown(sums))
-            if outgrown:
-                fresh = Boolean(False)
-                begin(Phase.CATCH_UP)
-                self.catch_up(products, k_state.index, scores, sums, rows, run, block, sides)
+        if const_expr(not in_place):
+            self.fused_softmax(products, k_state.index, scores, sums, rows, warpgroup, block, run)
+        else:
+            # Once in general, twice where a row outgrew its shift. Never more: at logits beyond 2**27 rounding alone
+            # can pass the limit.
+            outgrown, fresh = Boolean(True), Boolean(True)
+            while outgrown:
+                begin(Phase.EXPONENTIALS)
+                self.softmax.exponentiate(rows_and_columns(scores), sums, rows.shift, self.hook.scale(run))
+                if const_expr(config.early_p):
+                    self.probabilities.keep(products, rows.probabilities, scores)
+                outgrown = any_of_warpgroup(warpgroup, fresh & self.softmax.outgrown(sums))
+                if outgrown:
+                    fresh = Boolean(False)
+                    begin(Phase.CATCH_UP)
+                    self.catch_up(products, k_state.index, scores, sums, rows, run, block, sides)
         k_pipe.consumer_release(k_state)
         if const_expr(not config.early_p):
             self.end_output(v_pipe, v_state)
@@ -372,6 +386,70 @@ class Consumer:
         k_state.advance()
         v_state.advance()
         return k_state, v_state
+
+    @cute.jit
+    def fused_softmax(
+        self,
+        products: Products,
+        k_stage: Int32,
+        scores: cute.Tensor,
+        sums: cute.Tensor,
+        rows: Rows,
+        warpgroup: Int32,
+        block: Int32,
+        run: RunTime,
+    ):
+        """An unmasked block's products to probabilities: fused.py. Once more where a row outgrew its shift, or holds
+        what only the second way can do.
+        """
+        outgrown, fresh = Boolean(True), Boolean(True)
+        while outgrown:
+            self.fused_exponentials(scores, sums, rows, products, block, run, any_size=False)
+            outgrown = any_of_warpgroup(warpgroup, fresh & self.softmax.outgrown(sums))
+            if outgrown:
+                fresh = Boolean(False)
+                begin(Phase.CATCH_UP)
+                self.issue_again(products, k_stage, scores)
+                bias = self.fused_bias(rows, block, scores)
+                given = rows_and_columns(scores), sums, rows.shift, rows.sum, bias, run.polynomial, run
+                rescale_rows(rows_and_columns(rows.acc_o), fused.catch_up(self.softmax, self.hook, *given))
+                if const_expr(self.config.softcap):
+                    outgrown = Boolean(False)
+                    self.fused_exponentials(scores, sums, rows, products, block, run, any_size=True)
+
+    @cute.jit
+    def fused_exponentials(
+        self,
+        scores: cute.Tensor,
+        sums: cute.Tensor,
+        rows: Rows,
+        products: Products,
+        block: Int32,
+        run: RunTime,
+        any_size: cutlass.Constexpr[bool],
+    ):
+        begin(Phase.EXPONENTIALS)
+        added = fused.terms(self.hook, self.fused_bias(rows, block, scores), rows.shift, run)
+        fused.exponentiate(rows_and_columns(scores), sums, added, run.polynomial, run, any_size)
+        if const_expr(self.config.early_p):
+            self.probabilities.keep(products, rows.probabilities, scores)
+
+    @cute.jit
+    def fused_bias(self, rows: Rows, block: Int32, scores: cute.Tensor):
+        """The Bias of a block on one side of its rows' diagonals, or None."""
+        if const_expr(rows.slope is None):
+            return None
+        distance, slope = self.first_column(block) - rows.diagonal, rows.slope
+        if const_expr(self.config.from_diagonal):
+            slope = cutlass.select_(distance > 0, -slope, slope)
+        return replace(self.hook, alibi="linear").bias(slope, distance, scores[0])
+
+    @cute.jit
+    def issue_again(self, products: Products, k_stage: Int32, scores: cute.Tensor):
+        """Make a block's products again, which its probabilities overwrote; P V of the block before has ended then."""
+        wgmma.fence()
+        issue_scores(products, scores, k_stage)
+        wgmma.wait_group(0)
 
     @cute.jit
     def end_output(self, v_pipe, v_state):
@@ -395,9 +473,7 @@ class Consumer:
         """Make the block's scores again, which the exponentials overwrote, and move the shift of rows that outgrew
         theirs; P V of the block before has ended on return.
         """
-        wgmma.fence()
-        issue_scores(products, scores, k_stage)
-        wgmma.wait_group(0)
+        self.issue_again(products, k_stage, scores)
         self.apply_hook(scores, rows, block, run)
         if const_expr(sides != NO_SIDE):
             # Two comparisons an element, were they known, the compiler would keep from the first time, bit by bit

@@ -7,10 +7,11 @@ FlashAttention-2's (Dao 2023).
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, pipeline
+from cutlass import Float32, Int32, const_expr, pipeline
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
+from . import fused
 from .args import RunTime, TiledTensor, may_begin_early
 from .barriers import Turns
 from .chunks import make_band, make_bounds
@@ -97,6 +98,8 @@ class ForwardKernel:
         tiles: packed sequences, one behind the other, and a batch of 1.
         """
         config, dtype = self.config, self.dtype
+        if const_expr(config.fused and config.softcap):
+            run = run._replace(polynomial=fused.polynomial(run.cap_factor, run.scale_log2))
         q, k, v, out = tensors
         # TMA atoms
         q_layout, k_layout, v_layout, o_layout, _ = forward_layouts(config, dtype)

@@ -135,7 +135,7 @@ class Producer:
             k_tiles, k_stages = head_tiles(tiled_k, s_k, k_box, head_k, batch_index, first_key)
             order = None
             if const_expr(config.from_diagonal):
-                order = self.band.diagonal_first(first_query, config.tile_m, *sequence[:2], end)
+                order = self.band.diagonal_first(first_query, config.tile_m, first_query, *sequence[:2], end)
             if end > 0:
                 last = order.block(Int32(0)) if const_expr(config.from_diagonal) else end - 1
                 k_state = load(Phase.LOAD_K, tiled_k.atom, k_tiles[None, last], k_stages, k_pipe, k_state)

@@ -92,9 +92,13 @@ class Softmax:
         each row for what came before. A row's factor depends on that row alone: it is exactly 1 where only others
         outgrew.
         """
+        return self.move(lambda row: self.largest_exponent(scores, row, scale_log2), sums, shift, row_sum)
+
+    def move(self, largest_of, sums: cute.Tensor, shift: cute.Tensor, row_sum: cute.Tensor):
+        """The same; ``largest_of(row)`` is the row's largest exponent."""
         rescale = cute.make_rmem_tensor(ROWS, Float32)
-        for row in cutlass.range_constexpr(ROWS):
-            largest = self.largest_exponent(scores, row, scale_log2)
+        for row in range(ROWS):
+            largest = largest_of(row)
             outgrew = cute.arch.warp_reduction(sums[row], cute.arch.fmax, threads_in_group=QUAD) > Float32(SUM_LIMIT)
             now = cutlass.select_(outgrew, largest, shift[row])
             rescale[row] = cutlass.select_(outgrew, cute.math.exp2(shift[row] - now, fastmath=True), Float32(1.0))

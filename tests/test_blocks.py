@@ -205,28 +205,41 @@ def test_a_query_tile_visits_the_keys_that_it_sees(band):
 
 def test_blocks_from_the_diagonal_on():
     """The tile's last row's diagonal first, as near as there is a block; then all others once, from there to the first
-    one and from the last one down.
+    one and from the last one down. Those without a mask hold keys on one side of all diagonals of a warpgroup's rows.
     """
     band, rows = Band(TILE_N, False), WARPGROUP_ROWS * WARPGROUPS
     asked = [
-        (tile * rows, seqlen_q, seqlen_k, step)
-        for seqlen_q, seqlen_k in LENGTHS
-        for tile in range(-(-seqlen_q // rows))
-        for step in range(-(-seqlen_k // TILE_N))
+        (tile * rows, warpgroup * WARPGROUP_ROWS, *lengths)
+        for lengths in LENGTHS
+        for tile in range(-(-lengths[0] // rows))
+        for warpgroup in range(WARPGROUPS)
+        if tile * rows + warpgroup * WARPGROUP_ROWS < lengths[0]
     ]
+    most = -(-max(seqlen_k for *_, seqlen_k in asked) // TILE_N)
 
-    def of_step(row, seqlen_q, seqlen_k, step):
-        end = band.blocks(row, cutlass.Int32(rows), seqlen_q, seqlen_k, None, None, cutlass.Int32(0)).end
-        order = band.diagonal_first(row, cutlass.Int32(rows), seqlen_q, seqlen_k, end)
-        return order.pivot, order.block(step)
+    def of_tile(row, own_row, seqlen_q, seqlen_k):
+        bounds = seqlen_q, seqlen_k, None, None, cutlass.Int32(0)
+        end = band.blocks(row, cutlass.Int32(rows), *bounds).end
+        own = band.blocks(row + own_row, cutlass.Int32(WARPGROUP_ROWS), *bounds)
+        order = band.diagonal_first(row, cutlass.Int32(rows), row + own_row, seqlen_q, seqlen_k, end)
+        sides = (order.side(cutlass.Int32(behind), own)[1:4] for behind in range(2))
+        return order.pivot, *(order.block(cutlass.Int32(step)) for step in range(most)), *itertools.chain(*sides)
 
-    found = {}
-    for (*tile, _), (pivot, block) in zip(asked, evaluated(of_step, asked, 2), strict=True):
-        found.setdefault((*tile, pivot), []).append(block)
-    for (row, seqlen_q, seqlen_k, pivot), order in found.items():
-        diagonal = min(row + rows, seqlen_q) - 1 + seqlen_k - seqlen_q
-        assert pivot == min(max(diagonal, 0), seqlen_k - 1) // TILE_N
-        assert order == [*range(pivot, -1, -1), *range(-(-seqlen_k // TILE_N) - 1, pivot, -1)]
+    for (row, own_row, seqlen_q, seqlen_k), answer in zip(asked, evaluated(of_tile, asked, 1 + most + 6), strict=True):
+        pivot, shift, blocks = answer[0], seqlen_k - seqlen_q, -(-seqlen_k // TILE_N)
+        assert pivot == min(max(min(row + rows, seqlen_q) - 1 + shift, 0), seqlen_k - 1) // TILE_N
+        taken = [*range(pivot, -1, -1), *range(blocks - 1, pivot, -1)]
+        assert answer[1 : 1 + most][:blocks] == tuple(taken)
+        found = [pivot]
+        for inner, full, end in (answer[-6:-3], answer[-3:]):
+            full = min(full, end - 1)  # as Consumer.other_blocks does
+            found += range(end - 2, min(inner, full) - 1, -1)
+            for block in range(min(inner, full), full):
+                keys = range(block * TILE_N, (block + 1) * TILE_N)
+                assert keys[-1] < seqlen_k
+                own = [row + own_row + index + shift for index in range(WARPGROUP_ROWS)]
+                assert keys[-1] <= own[0] or keys[0] >= min(own[-1], seqlen_q - 1 + shift)
+        assert found == taken
 
 
 def test_the_columns_of_a_row(band):

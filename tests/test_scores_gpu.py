@@ -126,6 +126,35 @@ def test_rows_that_outgrow_their_shift_under_a_softcap(device):
     check_both(q, k.to(q.dtype), v, softcap=30.0)
 
 
+@pytest.mark.parametrize("dims", [DIMS[0], DIMS[4], DIMS[7]], ids=str)
+@pytest.mark.parametrize("name", ["softcap", "alibi", "both"])
+def test_what_is_done_again_changes_no_other_row(name, dims, device):
+    """Blocks in which a row has a large score, or outgrows its shift, are done again for its whole warpgroup."""
+    case = replace(case_of(*dims), batch=1, seqlen_q=256, seqlen_k=900, heads=2, heads_k=1)
+    q, k, v = case.inputs(device)
+    names = ("softcap", "alibi") if name == "both" else (name,)
+    options = {key: value for each in names for key, value in hook(each, case, device).items()}
+    for mask in MASKS[:2]:
+        out, lse = run(q, k, v, **options, **mask)
+        changed = q.clone()
+        changed[:, ::3] *= 20
+        again, again_lse = run(changed, k, v, **options, **mask)
+        compare(again, again_lse, changed, k, v, **options, **mask)
+        for rows in (slice(1, None, 3), slice(2, None, 3)):
+            assert torch.equal(again[:, rows], out[:, rows]) and torch.equal(again_lse[..., rows], lse[..., rows])
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_one_large_score_among_small_ones(head_dim, device):
+    """In any block, on either side: 0.4 to 3 caps, beside scores of a tenth of it."""
+    q, k, v = Case(1, 64, 1500, 2, 1, head_dim, head_dim).inputs(device)
+    q = torch.ones_like(q)
+    k = k / 8
+    for index, size in enumerate((0.4, 0.49, 0.51, 1.0, 3.0, -0.51, -3.0)):
+        k[:, 200 * index + 7] = 15 * size / head_dim**0.5
+    check_both(q, k, v, softcap=15.0)
+
+
 # Sink
 
 
