@@ -80,8 +80,7 @@ class PackedBackwardKernel:
         float32. slopes, cu_seqlens, seqused: see PackedForwardKernel. Workspace in float32: rows (heads,
         workspace_lines, 2 tile_m); where dQ is summed, else None: sums (heads, lines, tile_m head_dim). In int32:
         turns (heads, lines, warpgroups), None where no order of sums is asked for; tables (table_lines, ENTRY_WORDS) of
-        K/V tiles, of steps, and where dQ is not summed, else None, of Q tiles. section_rows and so on are those of
-        Sections.
+        K/V tiles, of steps, and where dQ is not summed, else None, of Q tiles. section_rows and so on: see Sections.
         """
         config, main = self.config, self.main
         sides = Side(cu_seqlens_q, seqused_q, q.shape[0]), Side(cu_seqlens_k, seqused_k, k.shape[0])

@@ -65,7 +65,7 @@ class PackedForwardKernel:
     ):
         """q, k, v, out: (total, heads, head_dim) in 16 bit, last stride 1; In float32: lse (heads, total_q);
         sink (heads) and slopes (batch, heads), None where there are none. In int32: cu_seqlens (batch + 1), seqused
-        (batch) or None, table (table_lines, ENTRY_WORDS): workspace. section_rows and section_tiles are those of Sections.
+        (batch) or None, table (table_lines, ENTRY_WORDS): workspace. section_rows and section_tiles: see Sections.
         """
         bounds = make_bounds(self.config, right, left, chunk)
         run = RunTime(scale_log2, *bounds, None, fills_idle_sms, cap_factor, slopes, sink)

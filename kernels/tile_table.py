@@ -239,14 +239,14 @@ class TileTable:
     @cute.jit
     def section(self, sections: Sections, tiles: Int32, rows: Int32) -> Int32:
         """Heads of the launch's tiles that are scheduled together, where the longest sequence has so many ``tiles``,
-        which read and add to so many ``rows``: as many as L2 holds these of, and as its tiles keep the SMs busy with.
-        All sections are about equal: the longest tile of a last one of few heads would run alone.
+        which read and add to so many ``rows``: as many as L2 holds these of, but enough for its tiles to keep the SMs
+        busy. All sections are about equal: the longest tile of a last one of few heads would run alone.
         """
-        fitting = sections.rows // cutlass.max(rows, 1)
-        filling = sections.tiles // (tiles * sections.group)
-        heads = cutlass.min(cutlass.max(cutlass.max(fitting, filling), 1), sections.heads)
-        count = (sections.heads + heads - 1) // heads
-        return (sections.heads + count - 1) // count * sections.group
+        heads = sections.heads
+        fitting = cutlass.max(sections.rows // cutlass.max(rows, 1), 1)
+        filling = cutlass.max(sections.tiles // (tiles * sections.group), 1)
+        count = cutlass.min((heads + fitting - 1) // fitting, cutlass.max(heads // filling, 1))
+        return (heads + count - 1) // count * sections.group
 
     @cute.jit
     def sort_end(self, shared: Shared, run):

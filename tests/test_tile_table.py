@@ -172,17 +172,18 @@ def owner(table, entry):
 
 
 def heads_of_section(sections, tiles, rows):
-    """TileTable.section by trial: the most that fit or are needed, then the fewest that make no section more."""
-    enough = max((n for n in range(1, sections.heads + 1) if n * rows <= sections.rows), default=1)
-    needed = max((n for n in range(sections.heads + 1) if n * tiles * sections.group <= sections.tiles), default=1)
-    most = max(enough, needed, 1)
-    count = -(-sections.heads // most)
-    return next(n for n in range(1, most + 1) if -(-sections.heads // n) == count) * sections.group
+    """TileTable.section by trial: the fewest sections whose heads fit, if each has as many as are needed."""
+    every = range(1, sections.heads + 1)
+    fitting = max((n for n in every if n * rows <= sections.rows), default=1)
+    needed = max((n for n in every if n * tiles * sections.group <= sections.tiles), default=1)
+    counts = [count for count in every if sections.heads // count >= needed]
+    count = min([count for count in counts if -(-sections.heads // count) <= fitting], default=max(counts))
+    return -(-sections.heads // count) * sections.group
 
 
-def table(tile, step, keys, right_bound, chunked=False, **options):
+def table(tile, step, keys, right_bound, chunked=False, threads=THREADS, **options):
     band = (ChunkedBand if chunked else Band)(tile if keys else step, right_bound, chunked, packed=True)
-    return real.TileTable(tile, step, keys, band, threads=THREADS, **options)
+    return real.TileTable(tile, step, keys, band, threads=threads, **options)
 
 
 TABLES = {
