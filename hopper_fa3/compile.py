@@ -137,7 +137,7 @@ def _packed_arguments(static):
     out = _tensor(dtype, total_q, heads, head_dim_v)
     lse = _tensor(cutlass.Float32, heads, total_q, divisibility=1, align=4)
     sink, slopes = _per_head(static.sink, heads), _per_head(static.alibi, cute.sym_int(), heads)
-    scalars = (*_scales(static, 1), *_bounds(static), *(cutlass.Int32(1) for _ in range(3)))
+    scalars = (*_scales(static, 1), *_bounds(static), *(cutlass.Int32(1) for _ in range(4)))
     return q, k, v, out, lse, sink, slopes, *_sequences(static), _table(), _counter(), *scalars, _stream()
 
 
@@ -212,7 +212,7 @@ def _packed_backward_arguments(static, config):
     turns = _tensor(cutlass.Int32, heads, lines, pieces, divisibility=1, align=4) if config.turns else None
     tables = _table(), _table(), None if config.sums else _table()
     slopes = _per_head(static.alibi, cute.sym_int(), heads)
-    scalars = (*_scales(static, 2), *_bounds(static), *(cutlass.Int32(1) for _ in range(5)))
+    scalars = (*_scales(static, 2), *_bounds(static), *(cutlass.Int32(1) for _ in range(7)))
     tensors = q, k, v, out, lse, do, dlse if static.lse_gradient else None, slopes, dq, dk, dv
     return *tensors, *_sequences(static), rows, sums, turns, *tables, _counter(), *scalars, _stream()
 

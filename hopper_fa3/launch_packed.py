@@ -28,7 +28,7 @@ class PackedRecipe(NamedTuple):
     """All that a launch needs besides the tensors: see launch.Recipe."""
 
     function: object  # None: no row of q has a key
-    scalars: tuple  # scale_log2, cap_factor, right, left, chunk, section, ctas, fills_idle_sms
+    scalars: tuple  # scale_log2, cap_factor, right, left, chunk, section_rows, section_tiles, ctas, fills_idle_sms
     out: torch.Tensor
     lse: torch.Tensor
     unread_lse: torch.Tensor | None
@@ -62,8 +62,8 @@ def prepare(problem, q, k, v, *, sink=None, out=None, plan=None, sm_margin=0, de
         function, sms = compiled(static, plan), multiprocessors(problem.device) - sm_margin
         lines = table_lines(problem.total_q, plan.tile_m, problem.batch, problem.has_seqused_q)
         table = one_of_table.expand(lines, ENTRY_WORDS)
-        section, ctas = planning.packed_section(problem, plan.tile_m, sms), min(lines * problem.heads, sms)
-        scalars = (*scales(problem), *problem.kernel_bounds, section, ctas, int(sm_margin == 0))
+        sections, ctas = planning.packed_sections(problem, sms), min(lines * problem.heads, sms)
+        scalars = (*scales(problem), *problem.kernel_bounds, *sections, ctas, int(sm_margin == 0))
     lse_shape = (problem.heads, problem.total_q)
     return PackedRecipe(
         function,
@@ -181,9 +181,9 @@ def prepare_backward(recipe, lse_gradient):
         problem.softmax_scale,
         cap_factor,
         *problem.kernel_bounds,
-        planning.packed_backward_section(problem, config, sms),
+        *planning.packed_backward_sections(problem, config, sms),
         min(key_tiles * problem.heads_k, sms),
-        planning.packed_section(problem, QueryConfig.tile_m, sms),
+        *planning.packed_sections(problem, sms),
         min(query_tiles * problem.heads, sms),
         int(recipe.sm_margin == 0),
     )

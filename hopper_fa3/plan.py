@@ -10,7 +10,6 @@ from .kernels.config import ELEMENT_BYTES, FLOAT_BYTES, HEAD_DIM_CLASSES, WGMMA_
 # neighbours' traffic take the rest. FlashAttention-3 uses the same 32 MB.
 L2_BUDGET_BYTES = 32 * 2**20
 WIDEST_BLOCK = 128  # keys; 160 and 176 lost 7 % at head_dim 128
-PACKED_TILES = 8  # for each SM in a section of packed sequences; not measured yet
 STAGES = 2  # K and V tiles in flight; three do not fit beside these tiles from head_dim 128 on
 
 
@@ -117,16 +116,34 @@ def heads_per_section(problem):
     return min(heads_k * problem.group, problem.batch * problem.heads)
 
 
-def packed_section(problem, tile, sms):
-    """The same of packed sequences: query heads whose tiles, of ``tile`` queries, are scheduled together.
-
-    Of each section the longest tile of all sequences comes first, so sections of few tiles for each SM would end late.
-    How long that one is only the device knows: there are PACKED_TILES for each SM.
+class PackedSections(NamedTuple):
+    """How many heads of packed sequences are scheduled together. That follows from the longest sequence, which only the
+    device knows (kernels/tile_table.py): as many as have no more ``rows`` than L2 holds, but at least as many as have
+    so many ``tiles``.
     """
-    bytes_per_head = problem.total_k * (problem.head_dim + problem.head_dim_v) * ELEMENT_BYTES
-    fitting = max(1, L2_BUDGET_BYTES // bytes_per_head)
-    filling = -(-PACKED_TILES * sms * tile // (problem.total_q * problem.group))
-    return min(max(fitting, filling), problem.heads_k) * problem.group
+
+    rows: int  # of K and V for tiles of Q, else of Q, dO and the sums of dQ
+    tiles: int
+
+
+def packed_sections(problem, sms):
+    """The PackedSections of tiles of Q."""
+    row_bytes = (problem.head_dim + problem.head_dim_v) * ELEMENT_BYTES
+    return PackedSections(packed_budget(problem) // row_bytes, section_tiles(problem, sms))
+
+
+def packed_budget(problem):
+    """Bytes of L2 for the heads of a section of the longest sequence. One sequence follows another: where its tiles
+    are equally long, those of two are computed at a time; with a right bound its long ones only.
+    """
+    return L2_BUDGET_BYTES if problem.bounded else L2_BUDGET_BYTES // 2
+
+
+def section_tiles(problem, sms):
+    """Tiles of packed sequences that keep the SMs (nearly) busy until the longest of them ends: one for each SM where
+    all are equally long, two where the longest is twice the average. As many end the launch, the longest first.
+    """
+    return (2 if problem.bounded else 1) * sms * SECTION_TILES // 100
 
 
 def tiles(problem, plan):
@@ -342,10 +359,9 @@ def backward_heads_per_section(problem, config, parts, sms):
     return min(heads_k, problem.batch * problem.heads_k)
 
 
-def packed_backward_section(problem, config, sms):
-    """The same of packed sequences: see packed_section."""
+def packed_backward_sections(problem, config, sms):
+    """The PackedSections of tiles of K and V. Sums in turns wait for each other: see backward_heads_per_section."""
     row_bytes = (problem.head_dim + problem.head_dim_v) * ELEMENT_BYTES
     row_bytes += FLOAT_BYTES * problem.head_dim if config.sums else 0
-    fitting = max(1, L2_BUDGET_BYTES // (problem.group * problem.total_q * row_bytes))
-    filling = -(-PACKED_TILES * sms * config.tile_n // problem.total_k)
-    return min(max(fitting, filling), problem.heads_k)
+    budget = L2_BUDGET_BYTES if config.turns else packed_budget(problem)
+    return PackedSections(budget // (problem.group * row_bytes), section_tiles(problem, sms))

@@ -29,7 +29,7 @@ class RunTime(NamedTuple):
     scale_log2: Float32  # softmax scale times log2(e), so that exp2 does the softmax; never 0
     right: Int32 | tuple  # right bound of the band, as it takes it; not read where the configuration has none
     left: Int32 | tuple | None  # left bound of the band; None where the configuration has none
-    section: Int32  # heads (over the batch) that are scheduled together: schedule.py
+    section: Int32 | None  # heads (over the batch) scheduled together: schedule.py; None: a table of tiles says it
     fills_idle_sms: Int32  # may_begin_early
     # None where the configuration has none:
     cap_factor: Float32 | None = None  # of products, for score.Softcap; scale_log2 is that of its results then
@@ -45,7 +45,7 @@ class BackwardRunTime(NamedTuple):
     scale: Float32  # softmax scale, a factor of dQ and dK
     right: Int32 | tuple  # right bound of the band, as it takes it; not read where the configuration has none
     left: Int32 | tuple | None  # left bound of the band; None where the configuration has none
-    section: Int32  # heads (over the batch) that are scheduled together: schedule.py
+    section: Int32 | None  # heads (over the batch) scheduled together: schedule.py; None: a table of tiles says it
     head_parts: Int32  # K/V heads times the parts into which each one's query heads are split
     # Where the tail is split: backward_work.py
     whole_tiles: Int32  # the first tiles, which are not cut

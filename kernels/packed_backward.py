@@ -13,7 +13,7 @@ from .config import WARPGROUP_THREADS, BackwardConfig
 from .packed_forward import one_batch, one_more_mode
 from .packed_schedule import entry_of
 from .sequence import behind, rows_of
-from .tile_table import Side, TileTable, entry_words
+from .tile_table import Sections, Side, TileTable, entry_words
 
 
 class PackedBackwardKernel:
@@ -24,7 +24,7 @@ class PackedBackwardKernel:
         self.main = BackwardKernel(config)
         band = self.main.band
         # Of K/V tiles, of the steps' queries, and of the tiles of queries_kernel.py where it computes dQ
-        order = {"together": config.turns, "descending": config.descending}
+        order = {"descending": config.descending, "level_end": config.right_bound and not config.turns}
         numbered = config.alibi is not None
         self.tables = [
             TileTable(config.tile_n, config.tile_m, True, band, config.tile_m, **order, numbered=numbered),
@@ -32,7 +32,8 @@ class PackedBackwardKernel:
         ]
         if not config.sums:
             tile, query_band = self.main.queries.config, self.main.queries.band
-            table = TileTable(tile.tile_m, tile.tile_n, False, query_band, config.tile_m, numbered=numbered)
+            order = {"descending": config.right_bound, "level_end": config.right_bound}
+            table = TileTable(tile.tile_m, tile.tile_n, False, query_band, config.tile_m, **order, numbered=numbered)
             self.tables.append(table)
 
     @cute.jit
@@ -66,9 +67,11 @@ class PackedBackwardKernel:
         right: Int32,
         left: Int32 | None,
         chunk: Int32 | None,
-        section: Int32,
+        section_rows: Int32,
+        section_tiles: Int32,
         ctas: Int32,
-        query_section: Int32,
+        query_section_rows: Int32,
+        query_section_tiles: Int32,
         query_ctas: Int32,
         fills_idle_sms: Int32,
         stream: cuda.CUstream,
@@ -77,7 +80,7 @@ class PackedBackwardKernel:
         float32. slopes, cu_seqlens, seqused: see PackedForwardKernel. Workspace in float32: rows (heads,
         workspace_lines, 2 tile_m); where dQ is summed, else None: sums (heads, lines, tile_m head_dim). In int32:
         turns (heads, lines, warpgroups), None where no order of sums is asked for; tables (table_lines, ENTRY_WORDS) of
-        K/V tiles, of steps, and where dQ is not summed, else None, of Q tiles.
+        K/V tiles, of steps, and where dQ is not summed, else None, of Q tiles. section_rows and so on: see Sections.
         """
         config, main = self.config, self.main
         sides = Side(cu_seqlens_q, seqused_q, q.shape[0]), Side(cu_seqlens_k, seqused_k, k.shape[0])
@@ -85,8 +88,10 @@ class PackedBackwardKernel:
         heads, heads_k = q.shape[1], k.shape[1]
         right, left = make_bounds(config, right, left, chunk)
         given = heads_k, Int32(0), Int32(1), fills_idle_sms, cap_factor, slopes
-        run = BackwardRunTime(scale_log2, scale, right, left, section, *given)
-        self.list_tiles(sides, tables, run).launch(
+        run = BackwardRunTime(scale_log2, scale, right, left, None, *given)
+        of_keys = Sections(heads_k, Int32(1), section_rows, section_tiles)
+        of_queries = Sections(heads_k, heads // heads_k, query_section_rows, query_section_tiles)
+        self.list_tiles(sides, tables, run, (of_keys, None, of_queries)).launch(
             grid=(len(tables), 1, 1), block=(self.tables[0].threads, 1, 1), stream=stream, use_pdl=True
         )
         edge_grid = ((step_table.shape[0] - 1) * heads, 1, 1)
@@ -100,7 +105,7 @@ class PackedBackwardKernel:
         outputs = (one_batch(dk), None), (one_batch(dv), None)
         main.launch(matrices, workspace, outputs, counter, run, ctas, stream, key_table)
         if const_expr(not config.sums):
-            query_run = RunTime(scale_log2, right, left, query_section, fills_idle_sms, cap_factor, slopes)
+            query_run = RunTime(scale_log2, right, left, None, fills_idle_sms, cap_factor, slopes)
             q_do_k_v = (*matrices[2:], *matrices[:2])
             given = counter, scale, query_run, query_ctas, stream, query_table
             main.queries.launch(q_do_k_v, workspace[0], one_batch(dq), *given)
@@ -111,13 +116,13 @@ class PackedBackwardKernel:
             )
 
     @cute.kernel
-    def list_tiles(self, sides: tuple, tables: tuple, run: BackwardRunTime):
+    def list_tiles(self, sides: tuple, tables: tuple, run: BackwardRunTime, sections: tuple):
         """A CTA a table."""
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()
         for index in cutlass.range_constexpr(len(self.tables)):
             if cute.arch.block_idx()[0] == index:
-                self.tables[index].run(*sides, tables[index], run)
+                self.tables[index].run(*sides, tables[index], run, sections[index])
 
     @cute.kernel
     def before(self, outs: tuple, statistics: tuple, workspace: tuple, table: cute.Tensor, cap_scale):

@@ -8,7 +8,7 @@ from .args import RunTime
 from .chunks import make_bounds
 from .config import ForwardConfig
 from .forward import ForwardKernel
-from .tile_table import Side, TileTable
+from .tile_table import Sections, Side, TileTable
 
 
 def one_batch(tensor):
@@ -32,8 +32,9 @@ class PackedForwardKernel:
     def __init__(self, config: ForwardConfig):
         self.config = config
         self.main = ForwardKernel(config)
+        order = {"descending": config.right_bound, "level_end": config.right_bound}
         told = {"numbered": config.alibi is not None, "marked": config.sink}
-        self.table = TileTable(config.tile_m, config.tile_n, False, self.main.band, **told)
+        self.table = TileTable(config.tile_m, config.tile_n, False, self.main.band, **order, **told)
 
     @cute.jit
     def __call__(
@@ -56,26 +57,29 @@ class PackedForwardKernel:
         right: Int32,
         left: Int32 | None,
         chunk: Int32 | None,
-        section: Int32,
+        section_rows: Int32,
+        section_tiles: Int32,
         ctas: Int32,
         fills_idle_sms: Int32,
         stream: cuda.CUstream,
     ):
         """q, k, v, out: (total, heads, head_dim) in 16 bit, last stride 1; In float32: lse (heads, total_q);
         sink (heads) and slopes (batch, heads), None where there are none. In int32: cu_seqlens (batch + 1), seqused
-        (batch) or None, table (table_lines, ENTRY_WORDS): workspace.
+        (batch) or None, table (table_lines, ENTRY_WORDS): workspace. section_rows and section_tiles: see Sections.
         """
         bounds = make_bounds(self.config, right, left, chunk)
-        run = RunTime(scale_log2, *bounds, section, fills_idle_sms, cap_factor, slopes, sink)
+        run = RunTime(scale_log2, *bounds, None, fills_idle_sms, cap_factor, slopes, sink)
         sides = Side(cu_seqlens_q, seqused_q, q.shape[0]), Side(cu_seqlens_k, seqused_k, k.shape[0])
-        self.list_tiles(sides, table, run).launch(
+        heads, heads_k = q.shape[1], k.shape[1]
+        sections = Sections(heads_k, heads // heads_k, section_rows, section_tiles)
+        self.list_tiles(sides, table, run, sections).launch(
             grid=(1, 1, 1), block=(self.table.threads, 1, 1), stream=stream, use_pdl=True
         )
         tensors = tuple(map(one_batch, (q, k, v, out)))
         self.main.launch(tensors, one_more_mode(lse), counter, run, ctas, stream, table)
 
     @cute.kernel
-    def list_tiles(self, sides: tuple, table: cute.Tensor, run: RunTime):
+    def list_tiles(self, sides: tuple, table: cute.Tensor, run: RunTime, sections: Sections):
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()
-        self.table.run(*sides, table, run)
+        self.table.run(*sides, table, run, sections)

@@ -1,4 +1,6 @@
-"""Tiles of packed sequences: in the order of a table (tile_table.py), heads side by side, all from the counter."""
+"""Tiles of packed sequences: in the order of a table (tile_table.py), the heads of a section side by side, all from the
+counter.
+"""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -88,9 +90,9 @@ class TableSchedule(Schedule):
         return warps * WARP_THREADS
 
     @cute.jit
-    def entry(self, queue: TileQueue, index: Int32, heads: Int32, section: Int32):
+    def entry(self, queue: TileQueue, index: Int32, heads: Int32):
         """``(entry, head)`` of an index; past the last tile the entry's block is -1."""
-        entries = queue.table[0, 0]
+        entries, section = queue.table[0, 0], queue.table[0, 1]
         tiles = entries * heads
         # Past the last tile there would be a division by 0
         place, head, _ = self.coordinates(cutlass.min(index, tiles - 1), entries, heads, Int32(1), section)
@@ -164,7 +166,7 @@ class PackedSchedule(TableSchedule):
         if const_expr(not first):
             index = self.take(queue, cute.arch.grid_dim()[0])
         _, _, heads, _ = lengths
-        (block, *others), head = self.entry(queue, index, heads, run.section)
+        (block, *others), head = self.entry(queue, index, heads)
         tile = PackedTile(block, head, *others)
         return tile, self.tell(queue, state, tile)
 
@@ -194,7 +196,7 @@ class PackedWorkSchedule(TableSchedule):
         elif const_expr(not first):
             index = self.take(queue, cute.arch.grid_dim()[0])
         _, _, heads, heads_k, _ = lengths
-        (block, *others), head_k = self.entry(queue, index, heads_k, run.section)
+        (block, *others), head_k = self.entry(queue, index, heads_k)
         _, head, last_head = run.heads_of(head_k, heads, heads_k)
         work = PackedWork(block, head_k, head, last_head, *others)
         return work, self.tell(queue, state, work)

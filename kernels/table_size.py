@@ -1,7 +1,7 @@
 """How much memory tables of packed sequences' tiles take, which the host allocates. Plain arithmetic."""
 
 ENTRY_WORDS = 8  # of 32 bits: a whole sector
-HEADER = 1  # lines before the entries: how many these are
+HEADER = 1  # lines before the entries: how many these are, and how many heads are scheduled together
 
 
 def table_lines(rows: int, tile: int, batch: int, used: bool):

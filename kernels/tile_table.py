@@ -1,8 +1,13 @@
 """Tiles of packed sequences, listed on the device: only there is it known where the sequences begin and end.
 
-One CTA a table lists the tiles of all sequences, the longest first, by a counting sort: tiles are counted by the steps
-that they take, then written where those that take more steps end. The rows between and behind the sequences' used ones
-are listed like sequences that see nothing, so that their results are written as well.
+One CTA a table lists the tiles of all sequences. A sequence's tiles stand together, because they read the same rows
+and add to them: L2 holds those of the heads of a few sequences, not of all. The sequence with the longest tile comes
+first, by a counting sort: each sequence's tiles are counted by the steps that its longest one takes, then written
+where those of sequences with more steps end. A launch ends evenly if its last tiles are short ones, so those of the
+last sequences may be sorted among themselves (``level_end``).
+
+The rows between and behind the sequences' used ones are listed like sequences that see nothing, so that their results
+are written as well.
 """
 
 from dataclasses import dataclass
@@ -51,20 +56,39 @@ class Side(NamedTuple):
     total: Int32
 
 
+class Sections(NamedTuple):
+    """What decides how many heads are scheduled together: see TileTable.section."""
+
+    heads: Int32  # of K and V
+    group: Int32  # heads of the launch's tiles for each of them
+    rows: Int32  # of what a sequence's tiles read and add to, that L2 holds
+    tiles: Int32  # that keep the SMs busy while the longest runs
+
+
+class Found(IntEnum):
+    """Numbers that one thread tells the others."""
+
+    TILES = 0  # of all ranges
+    LEVEL_END = 1  # entry behind which no sequence's tiles stand together
+    LEVEL_BEGIN = 2  # entry at which the first of these sequences begins
+
+
 class Shared(NamedTuple):
     """Shared memory of a CTA."""
 
     last: cute.Tensor  # of each range of rows: tiles up to its last one
     lines: cute.Tensor  # (Entry, range): what the range's entries have in common
-    places: cute.Tensor  # of each range: where its entries go, if they stand together
+    places: cute.Tensor  # of each range: where its entries go; -1: among those at the end, by their steps
+    found: cute.Tensor  # Found
     buckets: cute.Tensor
     sums: cute.Tensor  # of each warp
 
 
 @dataclass(frozen=True)
 class TileTable:
-    """``keys``: tiles of K and V, else of Q. ``step``: rows of the others that a step takes. ``together``: a sequence's
-    tiles stand one behind the other, in the order of their turns (``descending``: the last tile first).
+    """``keys``: tiles of K and V, else of Q. ``step``: rows of the others that a step takes. ``descending``: a
+    sequence's last tile comes first. ``level_end``: the launch's last tiles come longest first, whatever sequence they
+    are of.
     """
 
     tile: int
@@ -72,28 +96,37 @@ class TileTable:
     keys: bool
     band: Band  # of the tiles' kernel
     line_rows: int = 0  # queries of a line of the workspace; 0: there is none
-    together: bool = False
     descending: bool = False
+    level_end: bool = False
     numbered: bool = False
     marked: bool = False  # of Q: rows that no sequence uses have -1 keys, those of a sequence without keys 0
     threads: int = THREADS
 
     @cute.jit
-    def run(self, queries: Side, keys: Side, table: cute.Tensor, run):
-        """All threads of a CTA. table: (table_lines, ENTRY_WORDS); run: the band's bounds."""
+    def run(self, queries: Side, keys: Side, table: cute.Tensor, run, sections: Sections | None):
+        """All threads of a CTA. table: (table_lines, ENTRY_WORDS); run: the band's bounds; ``sections``: None where
+        nobody schedules by the table.
+        """
         shared = self.shared()
-        thread = cute.arch.thread_idx()[0]
-        for first in cutlass.range_constexpr(0, BUCKETS, self.threads):
-            shared.buckets[first + thread] = Int32(0)
+        self.clear_buckets(shared)
         ranges = self.count_ranges(queries, keys)
         for first in cutlass.range(0, ranges, self.threads, unroll=1):
             self.read_ranges(shared, first, ranges, queries, keys)
-            self.visit(shared, None, run)
-        self.bucket_ends(shared, table)
+            self.place_ranges(shared, run)
+        self.bucket_ends(shared, Int32(0))
+        if cute.arch.thread_idx()[0] == 0:
+            table[0, 0] = cutlass.min(shared.found[Found.TILES], table.shape[0] - HEADER)
         for first in cutlass.range(0, ranges, self.threads, unroll=1):
             if ranges > self.threads:
                 self.read_ranges(shared, first, ranges, queries, keys)
-            self.visit(shared, table, run)
+            self.place_ranges(shared, run)
+            if const_expr(sections is not None):
+                self.choose_section(shared, table, sections)
+            if const_expr(self.level_end):
+                # Of more ranges than this the end is a small part
+                if ranges <= self.threads:
+                    self.sort_end(shared, run)
+            self.write_entries(shared, table, run)
 
     def shared(self) -> Shared:
         ranges, warps, words = self.threads, self.threads // WARP_THREADS, entry_words(self.numbered)
@@ -103,6 +136,7 @@ class TileTable:
             last: cute.struct.MemRange[cutlass.Int32, ranges]
             lines: cute.struct.MemRange[cutlass.Int32, words * ranges]
             places: cute.struct.MemRange[cutlass.Int32, ranges]
+            found: cute.struct.MemRange[cutlass.Int32, len(Found)]
             buckets: cute.struct.MemRange[cutlass.Int32, BUCKETS]
             sums: cute.struct.MemRange[cutlass.Int32, warps]
 
@@ -112,6 +146,7 @@ class TileTable:
             storage.last.get_tensor(flat),
             storage.lines.get_tensor(cute.make_layout((words, ranges), stride=(ranges, 1))),
             storage.places.get_tensor(flat),
+            storage.found.get_tensor(cute.make_layout(len(Found))),
             storage.buckets.get_tensor(cute.make_layout(BUCKETS)),
             storage.sums.get_tensor(cute.make_layout(warps)),
         )
@@ -174,35 +209,86 @@ class TileTable:
         return begin, used, end
 
     @cute.jit
-    def visit(self, shared: Shared, table: cute.Tensor | None, run):
-        """Count the tiles of the ranges at hand by their steps, or with a ``table`` write their entries."""
+    def place_ranges(self, shared: Shared, run):
+        """Each thread one range: count its tiles in the bucket of its longest one, of the first, the middle and the
+        last, and so find their place.
+        """
         thread = cute.arch.thread_idx()[0]
-        if const_expr(self.together):
-            # A range's tiles count as its longest one
-            before = self.tiles_before(shared, thread)
-            tiles = shared.last[thread] - before
-            steps = self.steps(shared, thread, tiles // 2, run)
-            for block in (Int32(0), tiles - 1):
-                steps = cutlass.max(steps, self.steps(shared, thread, block, run))
-            shared.places[thread] = self.add(shared, steps, tiles)
-            cute.arch.sync_threads()
-        if const_expr(not self.together or table is not None):
-            for tile in cutlass.range(thread, shared.last[self.threads - 1], self.threads, unroll=1):
-                owner = self.range_of(shared, tile)
+        tiles = self.tiles_of(shared, thread)
+        steps = Int32(0)
+        for sample in cutlass.range(3, unroll=1):
+            steps = cutlass.max(steps, self.steps(shared, thread, (tiles - 1) * sample // 2, run))
+        shared.places[thread] = self.add(shared, steps, tiles)
+        cute.arch.sync_threads()
+
+    @cute.jit
+    def choose_section(self, shared: Shared, table: cute.Tensor, sections: Sections):
+        """The thread of the sequence that comes first, whose tiles are the longest: the header's number of heads, and
+        so how many entries are the launch's last tiles.
+        """
+        thread = cute.arch.thread_idx()[0]
+        tiles = self.tiles_of(shared, thread)
+        if (shared.places[thread] == 0) & (tiles > 0):
+            rows = shared.lines[Entry.SEQLEN_Q if self.keys else Entry.SEQLEN_K, thread]
+            heads = self.section(sections, tiles, rows)
+            table[0, 1] = heads
+            if const_expr(self.level_end):
+                last = (sections.tiles + heads - 1) // heads
+                shared.found[Found.LEVEL_END] = cutlass.max(shared.found[Found.TILES] - last, 0)
+
+    @cute.jit
+    def section(self, sections: Sections, tiles: Int32, rows: Int32) -> Int32:
+        """Heads of the launch's tiles that are scheduled together, where the longest sequence has so many ``tiles``,
+        which read and add to so many ``rows``: as many as L2 holds these of, but enough for its tiles to keep the SMs
+        busy. All sections are about equal: the longest tile of a last one of few heads would run alone.
+        """
+        heads = sections.heads
+        fitting = cutlass.max(sections.rows // cutlass.max(rows, 1), 1)
+        filling = cutlass.max(sections.tiles // (tiles * sections.group), 1)
+        count = cutlass.min((heads + fitting - 1) // fitting, cutlass.max(heads // filling, 1))
+        return (heads + count - 1) // count * sections.group
+
+    @cute.jit
+    def sort_end(self, shared: Shared, run):
+        """Places of the tiles of the last sequences: by their own steps."""
+        thread = cute.arch.thread_idx()[0]
+        self.clear_buckets(shared)
+        cute.arch.sync_threads()
+        place, end = shared.places[thread], shared.found[Found.LEVEL_END]
+        behind = place + self.tiles_of(shared, thread)
+        if (place < behind) & (end < behind):
+            shared.places[thread] = Int32(-1)
+            if place <= end:
+                shared.found[Found.LEVEL_BEGIN] = place
+        cute.arch.sync_threads()
+        for tile in cutlass.range(thread, shared.last[self.threads - 1], self.threads, unroll=1):
+            owner = self.range_of(shared, tile)
+            if shared.places[owner] < 0:
                 block = tile - self.tiles_before(shared, owner)
-                if const_expr(self.together):
-                    place = shared.places[owner] + block
-                else:
+                self.add(shared, self.steps(shared, owner, block, run), Int32(1))
+        cute.arch.sync_threads()
+        self.bucket_ends(shared, shared.found[Found.LEVEL_BEGIN])
+
+    @cute.jit
+    def write_entries(self, shared: Shared, table: cute.Tensor, run):
+        """Those of the ranges at hand."""
+        thread = cute.arch.thread_idx()[0]
+        for tile in cutlass.range(thread, shared.last[self.threads - 1], self.threads, unroll=1):
+            owner = self.range_of(shared, tile)
+            turn = tile - self.tiles_before(shared, owner)
+            block = turn
+            if const_expr(self.descending):
+                block = shared.last[owner] - 1 - tile
+            place = shared.places[owner] + turn
+            if const_expr(self.level_end):
+                if shared.places[owner] < 0:
                     place = self.add(shared, self.steps(shared, owner, block, run), Int32(1))
-                if const_expr(table is not None):
-                    self.write(shared, table, place, owner, block)
+            self.write(shared, table, place, owner, block)
         cute.arch.sync_threads()
 
     @cute.jit
     def write(self, shared: Shared, table: cute.Tensor, place: Int32, owner: Int32, block: Int32):
         """One entry. Overlapping sequences could make more than there is room for."""
-        if const_expr(self.descending):
-            block = shared.last[owner] - self.tiles_before(shared, owner) - 1 - block
         if place + HEADER < table.shape[0]:
             table[place + HEADER, Entry.BLOCK] = block
             for word in (Entry.SEQLEN_Q, Entry.SEQLEN_K, Entry.OFFSET_Q, Entry.OFFSET_K):
@@ -234,8 +320,14 @@ class TileTable:
         return cute.arch.atomic_add(bucket, tiles, sem="relaxed", scope="cta")
 
     @cute.jit
-    def bucket_ends(self, shared: Shared, table: cute.Tensor):
-        """Instead of how many tiles a bucket holds, how many those before it do; the header of the table."""
+    def clear_buckets(self, shared: Shared):
+        thread = cute.arch.thread_idx()[0]
+        for first in cutlass.range_constexpr(0, BUCKETS, self.threads):
+            shared.buckets[first + thread] = Int32(0)
+
+    @cute.jit
+    def bucket_ends(self, shared: Shared, begin: Int32):
+        """Instead of how many tiles a bucket holds, ``begin`` and how many those before it do."""
         thread = cute.arch.thread_idx()[0]
         own = BUCKETS // self.threads
         total = Int32(0)
@@ -243,13 +335,17 @@ class TileTable:
             total += shared.buckets[thread * own + each]
         end = self.sum_up_to(shared, total)
         if thread == self.threads - 1:
-            table[0, 0] = cutlass.min(end, table.shape[0] - HEADER)
-        begin = end - total
+            shared.found[Found.TILES] = end
+        begin += end - total
         for each in cutlass.range_constexpr(own):
             held = shared.buckets[thread * own + each]
             shared.buckets[thread * own + each] = begin
             begin += held
         cute.arch.sync_threads()
+
+    def tiles_of(self, shared: Shared, owner: Int32) -> Int32:
+        """Tiles of a range."""
+        return shared.last[owner] - self.tiles_before(shared, owner)
 
     def tiles_before(self, shared: Shared, owner: Int32) -> Int32:
         """Tiles of the ranges before one."""
@@ -276,10 +372,13 @@ class TileTable:
         if lane == WARP_THREADS - 1:
             shared.sums[warp] = total
         cute.arch.sync_threads()
-        for each in cutlass.range_constexpr(self.threads // WARP_THREADS - 1):
-            total += cutlass.select_(each < warp, shared.sums[each], Int32(0))
+        # What the warps before have, one a lane
+        before = shared.sums[cutlass.min(lane, self.threads // WARP_THREADS - 1)]
+        before = cutlass.select_(lane < warp, before, Int32(0))
+        for step in cutlass.range_constexpr(WARP_THREADS.bit_length() - 1):
+            before += cute.arch.shuffle_sync_bfly(before, offset=1 << step)
         cute.arch.sync_threads()
-        return total
+        return total + before
 
 
 @cute.jit

@@ -138,7 +138,8 @@ def run_queries(problem, seed, edits=(), head_dim=256):
     class_of_consumer.make_products = launch.replacements.make_query_products
     producer = kernels["query_load"].QueryProducer(config, band, schedule, launch.boxes)
     consumer = class_of_consumer(config, None, band, schedule, WARPGROUP_ROWS)
-    run = kernels["args"].RunTime(SCALE_LOG2, *launch.bounds(config), shape.section, 1)
+    section = None if problem.packed else shape.section
+    run = kernels["args"].RunTime(SCALE_LOG2, *launch.bounds(config), section, 1)
     tensors = [Tensor(x) for x in (problem.q, problem.do, problem.k, problem.v)]
     rows, dq = Memory(problem.statistics(WARPGROUP_ROWS).swapaxes(1, 2)), Memory(np.full_like(problem.q, np.nan))
     stages = ((2, HEAD_DIM), (2, HEAD_DIM_V), (config.stages, HEAD_DIM), (config.value_stages, HEAD_DIM_V))
@@ -179,7 +180,8 @@ class KeysLaunch(Launch):
             self.table = problem.table(config, self.simulation.chance, keys=True, **together)
         rows = problem.statistics(tile_m)
         self.steps, self.tiles = rows.shape[1], -(-shape.seqlen_k // config.tile_n)
-        scalars = SCALE_LOG2, SCALE, *self.bounds(config), shape.section * shape.split
+        section = None if problem.packed else shape.section * shape.split
+        scalars = SCALE_LOG2, SCALE, *self.bounds(config), section
         scalars = *scalars, shape.heads_k * shape.split
         self.all_tiles = self.tiles * shape.heads_k * shape.split * shape.batch
         self.run_time = kernels["args"].BackwardRunTime(*scalars, *self.tail(), 1)

@@ -85,7 +85,7 @@ class PackedProblem:
         if not together:
             chance.shuffle(entries)
         table = np.full((len(entries) + 4, 8), -(2**20))
-        table[0, 0] = len(entries)
+        table[0, :2] = len(entries), self.shape.section
         for line, entry in enumerate(entries, 1):
             table[line, : len(entry)] = entry
         return Memory(table)

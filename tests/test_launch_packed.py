@@ -15,12 +15,13 @@ from hopper_fa3.problem_packed import PackedProblem
 LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
 FORWARD = (
     "q", "k", "v", "out", "lse", "sink", "slopes", *LENGTHS, "table", "counter", "scale_log2", "cap_factor", "right",
-    "left", "chunk", "section", "ctas", "fills_idle_sms",
+    "left", "chunk", "section_rows", "section_tiles", "ctas", "fills_idle_sms",
 )  # fmt: skip
 BACKWARD = (
     "q", "k", "v", "out", "lse", "do", "dlse", "slopes", "dq", "dk", "dv", *LENGTHS, "rows", "sums", "turns",
     "key_table", "step_table", "query_table", "counter", "scale_log2", "scale", "cap_factor", "right", "left", "chunk",
-    "section", "ctas", "query_section", "query_ctas", "fills_idle_sms",
+    "section_rows", "section_tiles", "ctas", "query_section_rows", "query_section_tiles", "query_ctas",
+    "fills_idle_sms",
 )  # fmt: skip
 SMS = 132
 
@@ -92,7 +93,9 @@ def test_what_a_kernel_is_launched_with(kernels):
     # Tiles of 192 queries: 3 are full, and one of each range of rows may not be
     assert got.table.shape == (1 + 3 + 2 * 3 + 2, 8) and got.table.is_contiguous() and got.table.dtype == torch.int32
     assert (got.counter, got.scale_log2, got.right, got.left) == ("counter", launch.scale_log2(-0.5), 3, None)
-    assert (got.section, got.ctas, got.fills_idle_sms) == (4, 48, 1)
+    # 24 values of 2 bytes a row of K and V in 32 MB; 1.8 tiles for each SM
+    assert (got.section_rows, got.section_tiles) == (2**25 // 48, 237)
+    assert (got.ctas, got.fills_idle_sms) == (48, 1)
     assert kernels.asked == [
         (Static("bfloat16", 64, 64, True, False, True, Packed(True, False)), plan.TABLE[64, 64, True])
     ]
@@ -161,7 +164,9 @@ def test_what_the_gradients_kernels_are_launched_with(kernels):
     assert (got.key_table.shape, got.step_table.shape) == ((1 + 7 + 8, 8), (1 + 5 + 5, 8))
     assert (got.query_table, got.counter) == (None, "counter")
     assert (got.scale_log2, got.scale, got.right, got.left) == (launch.scale_log2(-0.5), -0.5, 0, None)
-    assert (got.section, got.ctas, got.query_ctas, got.fills_idle_sms) == (2, 32, 0, 1)
+    # Q and dO, and dQ's sums in 4 bytes, of two query heads
+    assert (got.section_rows, got.section_tiles) == (2**25 // (2 * (48 + 64)), 237)
+    assert (got.ctas, got.query_ctas, got.fills_idle_sms) == (32, 0, 1)
     static = BackwardStatic("bfloat16", 64, 64, True, True, False, packed=Packed(False, True))
     assert kernels.asked[-1] == (static, plan.BackwardPlan(128))
 
@@ -207,15 +212,18 @@ def test_tables_have_room_for_the_worst_lengths(rows, tile, batch, used):
     assert table_size.table_lines(rows, tile, batch, used) >= table_size.HEADER + worst
 
 
-def test_sections_hold_whole_groups_and_enough_tiles():
-    tensors, lengths = inputs(total_q=1000, total_k=16_000, heads=32, heads_k=8, head_dim=128, head_dim_v=128)
-    few = asked(tensors, lengths)
-    assert plan.packed_section(few, 128, SMS) == 32  # 8 tiles a head: all heads together have not enough
-    tensors, lengths = inputs(total_q=64_000, total_k=64_000, heads=32, heads_k=8, head_dim=128, head_dim_v=128)
-    many = asked(tensors, lengths)
-    assert plan.packed_section(many, 128, SMS) == 4  # K and V of one head take the budget, which 500 tiles of 4 share
-    config = plan.backward_config(many.backward_static(False, False), plan.BACKWARD_PLAN)
-    assert 1 <= plan.packed_backward_section(many, config, SMS) <= 8
+def test_what_decides_the_sections():
+    """Rows and tiles, not how many heads: that follows from the longest sequence, which no host knows."""
+    tensors, lengths = inputs(heads=8, heads_k=2, head_dim=128, head_dim_v=128)
+    for causal in (False, True):
+        problem, budget = asked(tensors, lengths, causal=causal), plan.L2_BUDGET_BYTES // (1 if causal else 2)
+        tiles = 237 if causal else 118
+        assert plan.packed_sections(problem, SMS) == (budget // 512, tiles)
+        for deterministic in (False, True):
+            config = plan.backward_config(problem.backward_static(False, deterministic), plan.BACKWARD_PLAN)
+            found = plan.packed_backward_sections(problem, config, SMS)
+            # Those that wait for each other are spread over more heads
+            assert found == ((plan.L2_BUDGET_BYTES if deterministic else budget) // (4 * 1024), tiles)
 
 
 # Softcap, sinks, slopes, chunks

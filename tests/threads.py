@@ -29,11 +29,18 @@ class ThreadCta:
         return self.own.thread
 
     def shuffle_up(self, value, distance):
-        warp, lane = divmod(self.thread, WARP_THREADS)
+        return self.shuffle(value, self.thread - distance if self.thread % WARP_THREADS >= distance else self.thread)
+
+    def shuffle_bfly(self, value, offset):
+        return self.shuffle(value, self.thread ^ offset)
+
+    def shuffle(self, value, source):
+        """What another thread of the warp gives."""
+        warp = self.warps[self.thread // WARP_THREADS]
         self.given[self.thread] = value
-        self.warps[warp].wait()
-        found = self.given[self.thread - distance if lane >= distance else self.thread]
-        self.warps[warp].wait()
+        warp.wait()
+        found = self.given[source]
+        warp.wait()
         return found
 
     def add(self, pointer, value, **_):
@@ -75,6 +82,7 @@ class ThreadCta:
             thread_idx=lambda: (self.thread, 0, 0),
             sync_threads=self.barrier.wait,
             shuffle_sync_up=self.shuffle_up,
+            shuffle_sync_bfly=self.shuffle_bfly,
             atomic_add=self.add,
         )
         numbers = dict.fromkeys(("range", "range_constexpr"), lambda *bounds, **_: range(*bounds))
