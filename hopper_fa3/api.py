@@ -19,7 +19,7 @@ the key on query i's diagonal (masks align to the bottom right), in this order::
 
 Any of them combine. All have a gradient that counts them in; the sink gets one of its own, the slopes none. The time is
 that of the blocks that some query sees; blocks that only a hook hides are computed. On CUDA softcap is at most 1024,
-and a hook needs functions for CUDA (hopper_fa3/hooks.py); packed sequences take none there.
+and a hook needs functions for CUDA (hopper_fa3/hooks.py).
 """
 
 import torch

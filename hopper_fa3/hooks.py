@@ -7,7 +7,7 @@ Order: the score hook is given what softmax_scale, softcap and alibi_slopes made
 come causal, window_size, attention_chunk and the mask hook, of which each can hide a pair; then the softmax with the
 sink. All indices count from 0: batch entry, query head, query and key, the last two as they lie in q and k (the key on
 the query's diagonal is ``query + seqlen_k - seqlen_q``). Of packed sequences each is a batch entry, whose queries and
-keys count from its own first ones.
+keys count from its own first ones, and seqlen_q and seqlen_k are the lengths that it uses.
 
 The CuTe functions are plain Python functions, or ``@cute.jit`` ones, that a kernel's tracer calls for each element:
 
@@ -22,8 +22,6 @@ The CuTe functions are plain Python functions, or ``@cute.jit`` ones, that a ker
 - ``backward`` must be linear in ``gradient``, as the gradient of one score is: kernels hand it a probability, and
   multiply what it returns with the rest.
 - A row that a mask hook leaves without keys yields 0 and LSE -inf, or the sink.
-
-Packed sequences on CUDA take no hooks yet.
 """
 
 from collections.abc import Callable

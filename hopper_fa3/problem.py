@@ -99,13 +99,6 @@ ILLEGAL = (
         )
     ),
     *(
-        Illegal(
-            f"packed_{name}", (None,), ON_CUDA, NOT_BUILT,
-            f"{name} must be None for packed sequences on CUDA (not built yet)",
-        )
-        for name in ("score", "mask")
-    ),
-    *(
         Illegal(name, (None,), (), NOT_BUILT, f"{name} must be None (not built yet)")
         for name in ("qv", "q_descale", "k_descale", "v_descale", "block_mask", "page_table")
     ),
@@ -263,14 +256,12 @@ class Problem(Asked):
         chunk, left, right = chunked(attention_chunk, left, right, seqlen_q, seqlen_k)
         softcap = checked_softcap(softcap)
         check_scoring(q, batch, sink=sink, alibi_slopes=alibi_slopes, score=score, mask=mask)
-        facts = tensor_facts(q, k, v, sm_margin, sink, alibi_slopes) | {
+        facts = tensor_facts(q, k, v, sm_margin, sink, alibi_slopes) | hook_facts(score, mask) | {
             "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "tiles": batch * heads * -(-seqlen_q // TILE_ROWS),
             "num_splits": num_splits, "pack_gqa": pack_gqa, "attention_chunk": chunk,
             "softcap": softcap, "large_softcap": too_large(softcap),
             "qv": qv, "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale,
-            "sink": sink, "alibi_slopes": alibi_slopes, "score": score, "mask": mask, "block_mask": block_mask,
-            "out": out, "score_forward": _has(score, "forward"), "score_backward": _has(score, "backward"),
-            "mask_visible": _has(mask, "visible"),
+            "sink": sink, "alibi_slopes": alibi_slopes, "block_mask": block_mask, "out": out,
         }  # fmt: skip
         refuse_illegal(facts)
         check_memory(q, k=k, v=v, sink=sink, alibi_slopes=alibi_slopes, out=out)
@@ -320,6 +311,14 @@ def tensor_facts(q, k, v, sm_margin, sink, alibi_slopes):
         "requires_grad": recorded(q, k, v, sink),
         "slopes_gradient": recorded(alibi_slopes),
         "tangent": forward_ad._current_level >= 0 and any(map(_has_tangent, (q, k, v))),
+    }  # fmt: skip
+
+
+def hook_facts(score, mask):
+    """The same of hooks."""
+    return {
+        "score": score, "mask": mask, "score_forward": _has(score, "forward"),
+        "score_backward": _has(score, "backward"), "mask_visible": _has(mask, "visible"),
     }  # fmt: skip
 
 

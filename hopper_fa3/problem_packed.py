@@ -29,6 +29,7 @@ from .problem import (
     check_plan,
     check_shapes,
     chunked,
+    hook_facts,
     kernel_bounds_of,
     refuse_illegal,
     tensor_facts,
@@ -91,15 +92,14 @@ class PackedProblem(Asked):
         check_chunk(attention_chunk)
         softcap = checked_softcap(softcap)
         check_scoring(q, batch, sink=sink, alibi_slopes=alibi_slopes, score=score, mask=mask)
-        facts = tensor_facts(q, k, v, sm_margin, sink, alibi_slopes) | {
+        facts = tensor_facts(q, k, v, sm_margin, sink, alibi_slopes) | hook_facts(score, mask) | {
             "total_q": total_q, "total_k": total_k,
             "sequences": batch, "packed_tiles_q": heads * _most_tiles(total_q, batch),
             "packed_tiles_k": heads_k * _most_tiles(total_k, batch),
             "num_splits": num_splits, "pack_gqa": pack_gqa, "attention_chunk": attention_chunk,
             "softcap": softcap, "large_softcap": too_large(softcap),
             "qv": qv, "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale,
-            "sink": sink, "alibi_slopes": alibi_slopes, "score": score, "mask": mask, "block_mask": block_mask,
-            "packed_score": score, "packed_mask": mask, "page_table": page_table, "out": out,
+            "sink": sink, "alibi_slopes": alibi_slopes, "block_mask": block_mask, "page_table": page_table, "out": out,
         }  # fmt: skip
         refuse_illegal(facts)
         check_memory(

@@ -30,6 +30,7 @@ from .phases import Phase, begin
 from .query_config import QueryConfig
 from .query_kernel import QueryKernel
 from .schedule import SLOTS, make_tile_queue
+from .score import ScoreHook
 
 
 class BackwardKernel:
@@ -45,7 +46,7 @@ class BackwardKernel:
         )
         self.boxes = WholeBoxes
         if config.packed:
-            given = {"ordered": config.turns, "reread": config.wide, "numbered": config.alibi is not None}
+            given = {"ordered": config.turns, "reread": config.wide, "numbered": ScoreHook.of(config).numbered}
             self.schedule, self.boxes = PackedWorkSchedule(**given), SequenceBoxes
         self.prologue = Prologue(config, self.dtype)
         # Where dQ is not summed

@@ -86,7 +86,7 @@ class Role:
             k_pipe.consumer_wait(k_state)
             v_pipe.consumer_wait(v_state)
             while head < work.last_head:
-                keys.begin_head(self.hook, run, self.schedule.slopes_row(queue, queue_state, work), head)
+                keys.begin_head(self.hook, run, self.schedule.batch_entry(queue, queue_state, work), head)
                 of_head = work.blocks_of(head, blocks)
                 state = self.head(products, memory, state, total, operand, keys, of_head, run)
                 head += 1

@@ -124,7 +124,7 @@ class WideConsumer:
             k_pipe.consumer_wait(k_state)
             v_pipe.consumer_wait(v_state)
             while head < work.last_head:
-                tile.keys.begin_head(self.hook, run, self.schedule.slopes_row(queue, queue_state, work), head)
+                tile.keys.begin_head(self.hook, run, self.schedule.batch_entry(queue, queue_state, work), head)
                 state = self.head(products, dk, memory, state, tile, work.blocks_of(head, blocks), warpgroup, run)
                 head += 1
             k_pipe.consumer_release(k_state)

@@ -199,8 +199,8 @@ class WorkSchedule(Schedule):
         fields = (queue.slots[field, state.index] for field in range(len(kind._fields)))
         return kind(*(cute.arch.make_warp_uniform(field) for field in fields))
 
-    def slopes_row(self, queue: TileQueue, state, work: NamedTuple):
-        """The row of ALiBi's slopes for ``work``, which has not been given back."""
+    def batch_entry(self, queue: TileQueue, state, work: NamedTuple):
+        """As in schedule.Place, of ``work``, which has not been given back."""
         return work.batch
 
     def work_again(self, queue: TileQueue, state, work: NamedTuple):

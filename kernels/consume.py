@@ -114,8 +114,8 @@ class Consumer:
             first, *_, end, _ = own
             first_row = first_query + thread // QUAD // 8 * 16 + thread // QUAD % 8
             begin(Phase.WAIT_Q)
-            slope = self.hook.slope(run, place.slopes_row, place.head)
-            pairs = Pairs(place.batch, place.head, first_row, origin) if self.hook.of_pairs else None
+            slope = self.hook.slope(run, place.batch_entry, place.head)
+            pairs = Pairs(place.batch_entry, place.head, first_row, origin) if self.hook.of_pairs else None
             rows = self.start_rows(products, s_p, first_row, *place.sequence[:2], run, origin, slope, pairs)
             for _ in cutlass.range(tile_end - end, unroll=1):
                 k_state, v_state = self.skip(pipes, k_state, v_state, warpgroup)

@@ -53,7 +53,7 @@ class ForwardKernel:
         if config.staged_output:
             self.output = StagedOutput(self.dtype, config.head_dim_v, cut=config.packed)
         if config.packed:
-            self.schedule = PackedSchedule(numbered=config.alibi is not None)
+            self.schedule = PackedSchedule(numbered=self.hook.numbered)
 
     @cute.jit
     def __call__(

@@ -12,6 +12,7 @@ from .chunks import make_bounds
 from .config import WARPGROUP_THREADS, BackwardConfig
 from .packed_forward import one_batch, one_more_mode
 from .packed_schedule import entry_of
+from .score import ScoreHook
 from .sequence import behind, rows_of
 from .tile_table import Sections, Side, TileTable, entry_words
 
@@ -25,7 +26,7 @@ class PackedBackwardKernel:
         band = self.main.band
         # Of K/V tiles, of the steps' queries, and of the tiles of queries_kernel.py where it computes dQ
         order = {"descending": config.descending, "level_end": config.right_bound and not config.turns}
-        numbered = config.alibi is not None
+        numbered = ScoreHook.of(config).numbered
         self.tables = [
             TileTable(config.tile_n, config.tile_m, True, band, config.tile_m, **order, numbered=numbered),
             TileTable(config.tile_m, config.tile_n, False, band, config.tile_m, marked=config.sink),
@@ -97,7 +98,7 @@ class PackedBackwardKernel:
         edge_grid = ((step_table.shape[0] - 1) * heads, 1, 1)
         workspace = tuple(map(one_more_mode, (rows, sums, turns)))
         statistics = tuple(map(one_more_mode, (lse, dlse)))
-        cap_scale = scale_log2 if const_expr(config.softcap) else None
+        cap_scale = scale_log2 if const_expr(config.softcap and config.score is None) else None
         self.before((out, do), statistics, workspace, step_table, cap_scale).launch(
             grid=edge_grid, block=(THREADS, 1, 1), stream=stream, use_pdl=True
         )

@@ -33,7 +33,7 @@ class PackedForwardKernel:
         self.config = config
         self.main = ForwardKernel(config)
         order = {"descending": config.right_bound, "level_end": config.right_bound}
-        told = {"numbered": config.alibi is not None, "marked": config.sink}
+        told = {"numbered": self.main.hook.numbered, "marked": config.sink}
         self.table = TileTable(config.tile_m, config.tile_n, False, self.main.band, **order, **told)
 
     @cute.jit

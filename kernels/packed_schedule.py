@@ -208,8 +208,8 @@ class PackedWorkSchedule(TableSchedule):
     def read_work(self, queue: TileQueue, state):
         return self.read(queue, state)
 
-    def slopes_row(self, queue: TileQueue, state, work: PackedWork):
-        """From shared memory: no registers hold it. Without slopes any."""
+    def batch_entry(self, queue: TileQueue, state, work: PackedWork):
+        """From shared memory: no registers hold it. Any where nobody needs it."""
         return cute.arch.make_warp_uniform(queue.slots[self.fields - 1, state.index]) if self.numbered else 0
 
     def work_again(self, queue: TileQueue, state, work: PackedWork):

@@ -118,8 +118,8 @@ class QueryConsumer:
             blocks = self.band.blocks(first_query, config.tile_m, *sequence[:2], run.right, run.left, origin)
             first_row = first_query + warpgroup * WGMMA_M + thread // QUAD // 8 * 16 + thread // QUAD % 8
             lines = behind(rows[batch_index, head, None, None], first_line)
-            slope = self.hook.slope(run, place.slopes_row, head)
-            pairs = Pairs(batch_index, head, first_row, origin) if self.hook.of_pairs else None
+            slope = self.hook.slope(run, place.batch_entry, head)
+            pairs = Pairs(place.batch_entry, head, first_row, origin) if self.hook.of_pairs else None
             own = self.own_rows(lines, first_row, *sequence[:2], run, origin, slope, pairs)
             total = new_accumulator(products.dq_add, (WGMMA_M, config.head_dim))
             total.fill(0.0)

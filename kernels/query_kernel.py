@@ -25,6 +25,7 @@ from .query_config import QueryConfig
 from .query_consume import QueryConsumer
 from .query_load import QueryProducer
 from .schedule import SLOTS, Schedule, make_tile_queue, slots_shape
+from .score import ScoreHook
 
 
 class QueryKernel:
@@ -39,7 +40,7 @@ class QueryKernel:
         self.schedule = Schedule(config.tile_m, dynamic=config.dynamic, descending=config.dynamic)
         self.boxes = WholeBoxes
         if config.packed:
-            self.schedule, self.boxes = PackedSchedule(numbered=config.alibi is not None), SequenceBoxes
+            self.schedule, self.boxes = PackedSchedule(numbered=ScoreHook.of(config).numbered), SequenceBoxes
 
     @cute.jit
     def launch(

@@ -34,8 +34,8 @@ class Place(NamedTuple):
     first_line: Int32 | None = None  # of a head's row statistics, the sequence's first
 
     @property
-    def slopes_row(self):
-        """The row of ALiBi's slopes."""
+    def batch_entry(self):
+        """As slopes and hooks count them: a packed sequence is one."""
         return self.batch if self.sequence.number is None else self.sequence.number
 
 

@@ -76,6 +76,11 @@ class ScoreHook:
         return self.score is not None or self.mask is not None
 
     @property
+    def numbered(self):
+        """True where it depends on the batch entry: kernels of packed sequences know a tile's by its number only."""
+        return self.alibi is not None or self.of_pairs
+
+    @property
     def factors(self):
         """True where a score has another derivative by its product than the scale."""
         return self.softcap or self.score is not None

@@ -13,7 +13,7 @@ class Sequence(NamedTuple):
     seqlen_k: Int32
     offset_q: Int32 | None = None
     offset_k: Int32 | None = None
-    number: Int32 | None = None  # among the sequences, with slopes
+    number: Int32 | None = None  # among the sequences, with slopes or hooks
 
     def query_row(self, query):
         """The row of q of one of its queries."""

@@ -37,7 +37,7 @@ LEGAL = {
     "sink": None, "alibi_slopes": None, "score": None, "mask": None, "block_mask": None, "out": None,
     "slopes_gradient": False, "requires_grad": False, "tangent": False, "total_q": 5, "total_k": 7,
     "sequences": 3, "packed_tiles_q": 12, "packed_tiles_k": 12, "page_table": None,
-    "score_forward": True, "mask_visible": True, "score_backward": True, "packed_score": None, "packed_mask": None,
+    "score_forward": True, "mask_visible": True, "score_backward": True,
 }  # fmt: skip
 CUDA = {"device": "cuda", "architecture": "sm_90", "remaining_sms": SMS}
 GRAD = {"requires_grad": True}
@@ -82,8 +82,6 @@ ROWS = (
      "mask must have a function visible for tensors on CUDA, got None"),
     ("score_backward", CUDA | GRAD | {"score_backward": None}, NotImplementedError,
      "score must have a function backward for gradients on CUDA, got None"),
-    *((f"packed_{name}", CUDA | {f"packed_{name}": torch.ones(2)}, NotImplementedError,
-       f"{name} must be None for packed sequences on CUDA (not built yet), got Tensor") for name in ("score", "mask")),
     *((name, {name: torch.ones(2)}, NotImplementedError, f"{name} must be None (not built yet), got Tensor")
       for name in ("qv", "q_descale", "k_descale", "v_descale", "block_mask", "page_table")),
     ("slopes_gradient", {"slopes_gradient": True}, NotImplementedError, f"{SLOPES}, got True"),
@@ -124,7 +122,7 @@ def test_a_row_refuses_and_is_the_only_one_to(index):
         CUDA | {"packed_tiles_q": 2**31 - 2**12 - 1, "packed_tiles_k": 2**31 - 2**12 - 1},
         {"packed_tiles_q": 2**31, "packed_tiles_k": 2**31, "sequences": 2**31}, {"total_q": 2**31, "total_k": 2**31},
         CUDA | {"softcap": 15.0, "attention_chunk": 64, "sink": torch.ones(4), "alibi_slopes": torch.ones(4)},
-        CUDA | {"score_backward": None}, dict.fromkeys(("packed_score", "packed_mask"), torch.ones(2)),
+        CUDA | {"score_backward": None},
         GRAD | dict.fromkeys(("score_forward", "mask_visible", "score_backward")),
     ],
     ids=str,
@@ -225,10 +223,9 @@ def test_a_call_with_an_illegal_option(options, error, message):
 
 def test_every_option_that_is_not_built_is_refused_by_a_call():
     unbuilt = {row.fact for row in ILLEGAL if row.error is NotImplementedError}
-    # Facts that are no options, and those that only packed calls have
+    # Facts that are no options, and that which only packed calls have
     functions = {"score_forward": "score", "score_backward": "score", "mask_visible": "mask"}
-    only_packed = dict.fromkeys(("page_table", "packed_score", "packed_mask"))
-    others = {"slopes_gradient": "alibi_slopes", "tangent": None, **functions, **only_packed}
+    others = {"slopes_gradient": "alibi_slopes", "tangent": None, "page_table": None, **functions}
     options = {others.get(fact, fact) for fact in unbuilt} - {None}
     calls = [(options, error) for options, error, _ in CALLS] + [(options, error) for _, options, error, _ in ON_CUDA]
     assert options <= {next(iter(given)) for given, error in calls if given and error is NotImplementedError}
