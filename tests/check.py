@@ -100,7 +100,7 @@ def hook_error(q, k, *, softcap=0.0, alibi_slopes=None, score=None, **_):
     added = 0.0
     if score is not None:
         zero = q.new_zeros((q.shape[0], q.shape[2], q.shape[1], k.shape[1]), dtype=torch.float32)
-        added = score.scores(zero, indices_of(*map(range, zero.shape), q.device)).abs().amax((2, 3))
+        added = largest(score.scores(zero, indices_of(*map(range, zero.shape), q.device)), (2, 3))
     farthest = max(q.shape[1], k.shape[1])
     slopes = q.new_zeros(()) if alibi_slopes is None else alibi_slopes
     return 2 * 2.0**-24 * (16 * softcap + 4 * farthest * slopes.abs().float() + 8 * added)

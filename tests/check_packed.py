@@ -6,7 +6,7 @@ import math
 import check
 import check_gradients
 import torch
-from packed_cases import unused
+from packed_cases import Inputs, unused
 
 from hopper_fa3 import flash_attn_varlen_func
 
@@ -70,11 +70,67 @@ def compare_gradients(gradients, inputs, dout=None, dlse=None, **options):
             check_gradients.compare(parts, *tensors, **arrived, **of_sequence(number, **options))
 
 
-def of_sequence(number, *, alibi_slopes=None, **options):
-    """The options of one sequence, alone."""
-    if alibi_slopes is None:
-        return options
-    return options | {"alibi_slopes": alibi_slopes[number : number + 1] if alibi_slopes.dim() == 2 else alibi_slopes}
+def check_both(case, device, how=None, **options):
+    """Values and gradients; those of the sink by torch's own formula in float64. ``how``: options that change no
+    value.
+    """
+    how, options = how or {}, case.options | options
+    inputs = case.inputs(device)
+    out, lse = run(inputs, **options, **how)
+    compare(out, lse, inputs, **options)
+    dout, dlse = case.arriving(inputs)
+    gradients = run_gradients(inputs, dout, dlse, **options, **how)
+    compare_gradients(gradients, inputs, dout, dlse, **options)
+    if options.get("sink") is not None:
+        check_sink(inputs, out, lse, dout, dlse, **options, **how)
+    return out, lse
+
+
+def check_sink(inputs, out, lse, dout, dlse, *, sink, **options):
+    """d sink = -sum exp(sink - LSE) (rowsum(dO O) - dLSE) over the rows that sequences use, from the results that the
+    kernel itself gave.
+    """
+    leaf = sink.detach().clone().requires_grad_()
+    results = flash_attn_varlen_func(*inputs, sink=leaf, return_attn_probs=True, **options)
+    got, again = (torch.autograd.grad(results, leaf, (dout, dlse), retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(got, again)  # whether or not the other gradients repeat
+    delta = (out.double() * dout.double()).sum(-1).mT - dlse.double()
+    terms = torch.exp(sink.double()[:, None] - lse.double()) * delta
+    terms[:, unused(inputs.lengths, len(out), 0).to(out.device)] = 0
+    terms[sink == -math.inf] = 0
+    expected = -terms.sum(1)
+    # Sums of float32 terms in any order, each off by a few of its last bits, its LSE's among them
+    bound = 2.0**-18 * terms.abs().sum(1) + 2.0**-20 + expected.abs() * torch.finfo(sink.dtype).eps
+    assert got.dtype == sink.dtype and ((got.double() - expected).abs() <= bound).all()
+
+
+def check_neighbours_of_nan(case, device, **options):
+    """A sequence's results and gradients have the same bits where all other rows are NaN."""
+    inputs, options = case.inputs(device), case.options | options
+    dout, _ = case.arriving(inputs)
+    results, gradients = run(inputs, **options), run_gradients(inputs, dout, **options, deterministic=True)
+    for number, (queries, keys) in enumerate(inputs.lengths.rows):
+        places = [slice(rows.start, rows.stop) for rows in (queries, keys, keys, queries)]
+        alone = [torch.full_like(x, math.nan) for x in (*inputs[:3], dout)]
+        for x, place, whole in zip(alone, places, (*inputs[:3], dout), strict=True):
+            x[place] = whole[place]
+        given = Inputs(*alone[:3], *inputs[3:])
+        out, lse = run(given, **options)
+        assert torch.equal(out[places[0]], results[0][places[0]]), f"sequence {number}"
+        assert torch.equal(lse[:, places[0]], results[1][:, places[0]]), f"sequence {number}"
+        found = run_gradients(given, alone[3], **options, deterministic=True)
+        for name, place, ours, theirs in zip("qkv", places[:3], found, gradients, strict=True):
+            assert torch.equal(ours[place], theirs[place]), f"sequence {number}: d{name}"
+
+
+def of_sequence(number, *, alibi_slopes=None, score=None, mask=None, **options):
+    """The options of one sequence, alone; hooks for tensors."""
+    if alibi_slopes is not None:
+        own = alibi_slopes[number : number + 1] if alibi_slopes.dim() == 2 else alibi_slopes
+        options = options | {"alibi_slopes": own}
+    hooks = {"score": score, "mask": mask}
+    given = {name: hook for name, hook in hooks.items() if hook is not None}
+    return options | {name: check_gradients.from_head(hook, number, 0) for name, hook in given.items()}
 
 
 @contextlib.contextmanager

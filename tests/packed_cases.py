@@ -134,6 +134,11 @@ def long_tailed(count, longest, seed=0):
     return tuple(min(max(int(draw.lognormvariate(4.5, 1.2)), 16), longest) for _ in range(count))
 
 
+def of_dims(case, head_dim, head_dim_v, dtype):
+    """The case with these."""
+    return replace(case, head_dim=head_dim, head_dim_v=head_dim_v, dtype=dtype)
+
+
 # Mixes of lengths. Among few and short rows a bound by PyTorch's largest error is a matter of luck: none has sequences
 # of 2 to 15 rows but that of CASES.md, line 4, and where sequences have one query, rows are wide.
 UNIFORM = PackedCase("uniform", (256,) * 6, (256,) * 6)

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import check_packed
+import hooks
 import pytest
 import torch
 from hypothesis import given, settings
@@ -163,6 +164,15 @@ def test_mixes_of_lengths(case, kind):
     given = drawn_options(case, 0, **NONE | kind)
     is_oracle(case, given)
     one_by_one(case, given, bits=True)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("case", (RAGGED, EMPTY, SPARE, USED), ids=lambda case: case.mix)
+def test_hooks_that_kernels_run_too(case, causal):
+    """In 16 bit, within the bounds that kernels are held to: by sequence, head, query and key."""
+    case = replace(case, head_dim=16, head_dim_v=16, causal=causal)
+    for given in ({"score": hooks.DISTANCE, "mask": hooks.SCATTERED}, {"score": hooks.BENT, "mask": hooks.DOCUMENTS}):
+        check_packed.check_both(case, "cpu", sink=torch.tensor([0.5, -math.inf]), softcap=15.0, **given)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(kind))

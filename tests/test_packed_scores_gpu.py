@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from check_packed import compare, compare_gradients, run, run_gradients, sequences
-from packed_cases import CROSSED, EMPTY, RAGGED, SPARE, TAILED, USED, Inputs, PackedCase, unused
+from check_packed import check_both, check_neighbours_of_nan, compare, compare_gradients, run, run_gradients, sequences
+from packed_cases import CROSSED, EMPTY, RAGGED, SPARE, TAILED, USED, PackedCase, of_dims, unused
 
 from hopper_fa3 import flash_attn_func, flash_attn_varlen_func, plan
 from hopper_fa3.problem_packed import PackedProblem
@@ -35,44 +35,6 @@ def hook(name, case, device, seed=3):
         "alibi": {"alibi_slopes": normal[0] * 2.0 ** -torch.arange(case.heads, device=device)},
         "slopes of a sequence": {"alibi_slopes": normal / 16},
     }[name]
-
-
-def of_dims(case, head_dim, head_dim_v, dtype):
-    return replace(case, head_dim=head_dim, head_dim_v=head_dim_v, dtype=dtype)
-
-
-def check_both(case, device, how=None, **options):
-    """Values and gradients; those of the sink by torch's own formula in float64. ``how``: options that change no
-    value.
-    """
-    how, options = how or {}, case.options | options
-    inputs = case.inputs(device)
-    out, lse = run(inputs, **options, **how)
-    compare(out, lse, inputs, **options)
-    dout, dlse = case.arriving(inputs)
-    gradients = run_gradients(inputs, dout, dlse, **options, **how)
-    compare_gradients(gradients, inputs, dout, dlse, **options)
-    if options.get("sink") is not None:
-        check_sink(inputs, out, lse, dout, dlse, **options, **how)
-    return out, lse
-
-
-def check_sink(inputs, out, lse, dout, dlse, *, sink, **options):
-    """d sink = -sum exp(sink - LSE) (rowsum(dO O) - dLSE) over the rows that sequences use, from the results that the
-    kernel itself gave.
-    """
-    leaf = sink.detach().clone().requires_grad_()
-    results = flash_attn_varlen_func(*inputs, sink=leaf, return_attn_probs=True, **options)
-    got, again = (torch.autograd.grad(results, leaf, (dout, dlse), retain_graph=True)[0] for _ in range(2))
-    assert torch.equal(got, again)  # whether or not the other gradients repeat
-    delta = (out.double() * dout.double()).sum(-1).mT - dlse.double()
-    terms = torch.exp(sink.double()[:, None] - lse.double()) * delta
-    terms[:, unused(inputs.lengths, len(out), 0).to(out.device)] = 0
-    terms[sink == -math.inf] = 0
-    expected = -terms.sum(1)
-    # Sums of float32 terms in any order, each off by a few of its last bits, its LSE's among them
-    bound = 2.0**-18 * terms.abs().sum(1) + 2.0**-20 + expected.abs() * torch.finfo(sink.dtype).eps
-    assert got.dtype == sink.dtype and ((got.double() - expected).abs() <= bound).all()
 
 
 @pytest.mark.kernels("hooks", "name", "mask")
@@ -232,23 +194,8 @@ def test_sequences_one_by_one_have_the_same_bits_under_one_plan(name, device):
 
 @pytest.mark.parametrize("case", [replace(CROSSED, causal=True), USED], ids=lambda case: case.mix)
 def test_neighbours_of_nan_change_no_bit(case, device):
-    inputs = case.inputs(device)
-    dout, _ = case.arriving(inputs)
     sink, slopes = (hook(name, case, device) for name in HOOKS[1::2])
-    options = case.options | sink | slopes | {"attention_chunk": 150}
-    results, gradients = run(inputs, **options), run_gradients(inputs, dout, **options, deterministic=True)
-    for number, (queries, keys) in enumerate(inputs.lengths.rows):
-        places = [slice(rows.start, rows.stop) for rows in (queries, keys, keys, queries)]
-        alone = [torch.full_like(x, math.nan) for x in (*inputs[:3], dout)]
-        for x, place, whole in zip(alone, places, (*inputs[:3], dout), strict=True):
-            x[place] = whole[place]
-        given = Inputs(*alone[:3], *inputs[3:])
-        out, lse = run(given, **options)
-        assert torch.equal(out[places[0]], results[0][places[0]]), f"sequence {number}"
-        assert torch.equal(lse[:, places[0]], results[1][:, places[0]]), f"sequence {number}"
-        found = run_gradients(given, alone[3], **options, deterministic=True)
-        for name, place, ours, theirs in zip("qkv", places[:3], found, gradients, strict=True):
-            assert torch.equal(ours[place], theirs[place]), f"sequence {number}: d{name}"
+    check_neighbours_of_nan(case, device, **sink, **slopes, attention_chunk=150)
 
 
 @pytest.mark.parametrize("dims", FEW, ids=str)
