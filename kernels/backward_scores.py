@@ -31,7 +31,7 @@ class OwnKeys(NamedTuple):
     # The query on whose diagonal the first one stands, with ALiBi, unless a right bound tells
     place: Int32 | None
     slope: cute.Tensor | None  # (1): of the current query head, with ALiBi
-    pairs: cute.Tensor | None  # (4): batch, query head, first key, keys; with hooks of a user's own
+    pairs: cute.Tensor | None  # (3): batch, query head, first key; with hooks of a user's own
 
     @cute.jit
     def begin_head(self, hook: cutlass.Constexpr[ScoreHook], run, batch: Int32, head: Int32):
@@ -65,8 +65,8 @@ def own_keys(
         slope.fill(0.0)
     pairs = None
     if const_expr(hook.of_pairs):
-        pairs = cute.make_rmem_tensor(4, Int32)
-        pairs[0], pairs[1], pairs[2], pairs[3] = Int32(0), Int32(0), first_key, seqlen_k
+        pairs = cute.make_rmem_tensor(3, Int32)
+        pairs[0], pairs[1], pairs[2] = Int32(0), Int32(0), first_key
     return OwnKeys(first_queries, place, slope, pairs)
 
 
@@ -84,9 +84,9 @@ def pairs_of(hook: ScoreHook, keys: OwnKeys, first: Int32, accumulator: cute.Ten
     """The Pairs of a step that begins at query ``first``, or None."""
     if not hook.of_pairs:
         return None
-    # Known with the scores only: else what is made of it is made for all steps before, and 133 instructions spill
-    query = known_with(accumulator[0], first + 2 * (cute.arch.lane_idx() % QUAD))
-    return Pairs(keys.pairs[0], keys.pairs[1], query, keys.pairs[2], keys.pairs[3])
+    # Known with the scores only: else what is made of them is made for all steps before, and 133 instructions spill
+    places = first + 2 * (cute.arch.lane_idx() % QUAD), keys.pairs[2]
+    return Pairs(keys.pairs[0], keys.pairs[1], *(known_with(accumulator[0], each) for each in places))
 
 
 @cute.jit

@@ -35,7 +35,6 @@ class Pairs(NamedTuple):
     head: Int32  # of the queries
     query: Int32  # of the first element, counted from 0, and so the key
     key: Int32
-    keys: Int32 | None = None  # how many there are, where rows are keys: those may lie past the end
 
     def indices(self, row: int, column: int, transposed: bool):
         """``(batch, head, query, key)`` of an element; ``transposed``: rows are keys, and columns queries."""
@@ -143,15 +142,12 @@ class ScoreHook:
 
     def unless_hidden(self, exponent, lse, pairs, row, column, transposed):
         """An exponent of the backward, or -inf where the mask hook hides the pair; with a score hook also past the end
-        of the queries, where ``lse`` is inf, and of the keys: its results are anything there.
+        of the queries, where ``lse`` is inf: its results are anything there. Past the end of the keys bounds mask all.
         """
         if self.mask is not None:
             exponent = cutlass.select_(self.sees(pairs, row, column, transposed), exponent, Float32(-math.inf))
         if self.score is not None:
-            exists = lse != Float32(math.inf)
-            if transposed:
-                exists = exists & (pairs.indices(row, column, True)[3] < pairs.keys)
-            exponent = cutlass.select_(exists, exponent, Float32(-math.inf))
+            exponent = cutlass.select_(lse != Float32(math.inf), exponent, Float32(-math.inf))
         return exponent
 
     def factor(self, probability, score, bias, pairs, row, column, run, transposed):

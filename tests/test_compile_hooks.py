@@ -3,10 +3,13 @@
 import pytest
 from compiled import chosen, code, kernels
 from hooks import BENT, DISTANCE, DOCUMENTS, EXPLODING, SCATTERED, same_gradient
+from test_compile_packed import PLAIN, check
 
 from hopper_fa3 import compile as compiling
 from hopper_fa3 import machine_code, plan
 from hopper_fa3.hooks import MaskHook, ScoreHook
+from hopper_fa3.kernels.packed_backward import PackedBackwardKernel
+from hopper_fa3.kernels.packed_forward import PackedForwardKernel
 from hopper_fa3.problem import BackwardStatic, Static
 
 BOTH = {"score": DISTANCE, "mask": DOCUMENTS}
@@ -20,6 +23,12 @@ SPILLS = 8
 BACKWARD = [
     ((64, 64), True, True, BOTH, 0), ((128, 128), False, False, {"mask": DOCUMENTS}, 0),
     ((128, 128), True, False, BOTH, SPILLS), ((192, 128), False, False, BOTH, 0),
+]  # fmt: skip
+# Of packed sequences: six words there, as much as a place takes
+PACKED_SPILLS = 12
+PACKED = [
+    ((64, 64), False, False, {"mask": DOCUMENTS}, 0), ((128, 128), True, True, BOTH, PACKED_SPILLS),
+    ((256, 256), True, False, {"score": BENT}, 0),
 ]  # fmt: skip
 
 
@@ -47,6 +56,28 @@ def test_backward(dims, right, left, hooks, spills):
     for kernel in found:
         assert kernel.spills <= spills and (spills or kernel.stack == 0), kernel.name
         assert kernel.counts.get("WARPGROUP", 0) <= 42  # twice as many as WGMMAs where these are serialised
+
+
+@pytest.mark.parametrize(("dims", "right", "left", "hooks", "spills"), PACKED, ids=[ids(*each) for each in PACKED])
+def test_packed_sequences(dims, right, left, hooks, spills):
+    check(Static("bfloat16", *dims, right, left, False, PLAIN, **hooks), 0)
+    check(BackwardStatic("bfloat16", *dims, right, True, False, left, PLAIN, **hooks), spills)
+
+
+@pytest.mark.parametrize("given", [{}, {"score": BENT}, {"mask": DOCUMENTS}, {"alibi": "distance"}, {"softcap": True}])
+def test_kernels_know_a_tile_s_sequence_where_scores_depend_on_it(given):
+    """The tables that say it, and all that read them."""
+    numbered = any(name in given for name in ("score", "mask", "alibi"))
+    for dims in ((128, 128), (256, 256)):
+        static = Static("bfloat16", *dims, True, False, False, PLAIN, **given)
+        forward = PackedForwardKernel(plan.forward_config(static, plan.choose(static)))
+        static = BackwardStatic("bfloat16", *dims, True, True, False, packed=PLAIN, **given)
+        backward = PackedBackwardKernel(plan.backward_config(static, plan.choose_backward(static)))
+        of_steps = backward.tables.pop(1)
+        found = [forward.table, forward.main.schedule, *backward.tables, backward.main.schedule]
+        found += [] if backward.main.queries is None else [backward.main.queries.schedule]
+        assert [each.numbered for each in found] == [numbered] * (4 if dims == (128, 128) else 6)
+        assert not of_steps.numbered
 
 
 def test_a_key_is_compiled_once(monkeypatch):

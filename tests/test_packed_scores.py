@@ -171,8 +171,8 @@ def test_mixes_of_lengths(case, kind):
 def test_hooks_that_kernels_run_too(case, causal):
     """In 16 bit, within the bounds that kernels are held to: by sequence, head, query and key."""
     case = replace(case, head_dim=16, head_dim_v=16, causal=causal)
-    for given in ({"score": hooks.DISTANCE, "mask": hooks.SCATTERED}, {"score": hooks.BENT, "mask": hooks.DOCUMENTS}):
-        check_packed.check_both(case, "cpu", sink=torch.tensor([0.5, -math.inf]), softcap=15.0, **given)
+    for chosen in ({"score": hooks.DISTANCE, "mask": hooks.SCATTERED}, {"score": hooks.BENT, "mask": hooks.DOCUMENTS}):
+        check_packed.check_both(case, "cpu", sink=torch.tensor([0.5, -math.inf]), softcap=15.0, **chosen)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(kind))

@@ -133,13 +133,13 @@ def test_every_option_of_the_table_is_refused():
 
 
 def test_every_option_of_the_table_is_refused_on_cuda(hopper):
-    values = {"score": ScoreHook("none", None), "mask": MaskHook("none", None)}
+    hooks = {"score_forward": ScoreHook("none", None), "mask_visible": MaskHook("none", None)}
     unbuilt = {row.fact for row in ILLEGAL if row.error is NotImplementedError and row.where == ON_CUDA} - {"tangent"}
-    dense = {"score_forward", "mask_visible"}
-    assert {f"packed_{name}" for name in values} == unbuilt - dense
-    for name, value in values.items():
-        with pytest.raises(NotImplementedError, match=f"^{name} must be None for packed sequences on CUDA"):
-            asked(device="cuda", options={name: value})
+    assert unbuilt == set(hooks)
+    for fact, hook in hooks.items():
+        name, function = fact.split("_")
+        with refused(NotImplementedError, f"{name} must have a function {function} for tensors on CUDA, got None"):
+            asked(device="cuda", options={name: hook})
     with refused(ValueError, "softcap must be at most 1024 on CUDA, got 1025.0"):
         asked(device="cuda", options={"softcap": 1025})
 
@@ -281,6 +281,19 @@ def test_the_static_parts(hopper):
     assert more.backward_static(True, False) == gradients._replace(**changed)
     used = {f"seqused_{name}": torch.empty(3, dtype=torch.int32, device="cuda") for name in "qk"}
     assert asked(device="cuda", **used).static.packed == Packed(used_q=True, used_k=True)
+
+
+def test_hooks_on_cuda(hopper):
+    given = {"score": ScoreHook("s", max, max), "mask": MaskHook("m", max)}
+    found = asked(device="cuda", options=given | {"softmax_scale": -1.0})
+    for static in (found.static, found.backward_static(True, False)):
+        assert (static.score, static.mask) == (given["score"], given["mask"]) and static.packed is not None
+    assert not found.static.negative_scale  # scores behind a hook are in natural units
+    tensors, one_way = arguments("cuda"), ScoreHook("s", max)
+    assert PackedProblem.from_tensors(*tensors, score=one_way).score == one_way
+    tensors[0].requires_grad_()
+    with refused(NotImplementedError, "score must have a function backward for gradients on CUDA, got None"):
+        PackedProblem.from_tensors(*tensors, score=one_way)
 
 
 @pytest.mark.parametrize(
