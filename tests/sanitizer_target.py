@@ -14,6 +14,7 @@ import check_gradients
 import check_packed
 import torch
 from cases import Case
+from hooks import DISTANCE, DOCUMENTS, SCATTERED
 from packed_cases import EMPTY, RAGGED, SPARE, USED
 
 from hopper_fa3.plan import Plan
@@ -47,12 +48,15 @@ BACKWARD = [
     for head_dim, deterministic in ((64, False), (128, True), (256, False))
 ]  # fmt: skip
 
-# Whole tiles, ragged and empty sequences, rows of no sequence; with each whether gradients must be deterministic
+# Whole tiles, ragged and empty sequences, rows of no sequence; with each whether gradients must be deterministic, and
+# hooks, which depend on the sequence's number
 PACKED = [
-    (replace(case, head_dim=head_dim, head_dim_v=head_dim, causal=causal, window_size=window_size), deterministic)
-    for case, head_dim, causal, window_size, deterministic in (
-        (RAGGED, 64, True, (-1, -1), False), (USED, 128, False, (70, 20), True), (SPARE, 128, False, (-1, -1), False),
-        (EMPTY, 256, True, (-1, -1), False),
+    (replace(case, head_dim=head_dim, head_dim_v=head_dim, causal=causal, window_size=window_size), deterministic, hook)
+    for case, head_dim, causal, window_size, deterministic, hook in (
+        (RAGGED, 64, True, (-1, -1), False, {}), (USED, 128, False, (70, 20), True, {}),
+        (SPARE, 128, False, (-1, -1), False, {}), (EMPTY, 256, True, (-1, -1), False, {}),
+        (USED, 128, True, (-1, -1), True, {"score": DISTANCE, "mask": SCATTERED}),
+        (EMPTY, 256, False, (-1, -1), False, {"score": DISTANCE, "mask": DOCUMENTS}),
     )
 ]  # fmt: skip
 
@@ -132,21 +136,21 @@ def scores_backward(one_cta):
 
 
 def packed(one_cta):
-    for case, _ in PACKED:
-        out, lse = check_packed.run(case.inputs("cuda"), **case.options, sm_margin=one_cta)
-        check_packed.compare(out.cpu(), lse.cpu(), case.inputs(), **case.options)
-        print("right:", case.name, flush=True)
+    for case, _, hook in PACKED:
+        out, lse = check_packed.run(case.inputs("cuda"), **case.options, **hook, sm_margin=one_cta)
+        check_packed.compare(out.cpu(), lse.cpu(), case.inputs(), **case.options, **hook)
+        print("right:", case.name, *hook, flush=True)
 
 
 def packed_backward(one_cta):
-    for case, deterministic in PACKED:
+    for case, deterministic, hook in PACKED:
         inputs = case.inputs()
         arrived = dict(zip(("dout", "dlse"), case.arriving(inputs), strict=True))
         on_gpu = {name: x.cuda() for name, x in arrived.items()}
         how = {"deterministic": deterministic, "sm_margin": one_cta}
-        gradients = check_packed.run_gradients(case.inputs("cuda"), **on_gpu, **case.options, **how)
-        check_packed.compare_gradients([x.cpu() for x in gradients], inputs, **arrived, **case.options)
-        print("right:", case.name, flush=True)
+        gradients = check_packed.run_gradients(case.inputs("cuda"), **on_gpu, **case.options, **hook, **how)
+        check_packed.compare_gradients([x.cpu() for x in gradients], inputs, **arrived, **case.options, **hook)
+        print("right:", case.name, *hook, flush=True)
 
 
 # With each its cases
