@@ -178,6 +178,7 @@ class BackwardPlan(NamedTuple):
     # Columns of the classes that products leave out; choose_backward leaves them to unused_columns
     unused: int = 0  # of Q and K
     unused_v: int = 0  # of V and dO
+    early_release: bool = False  # of K and V: where the next tile is near
 
 
 # (head_dim class, head_dim_v class, right bound) -> plan of the gradients
@@ -190,10 +191,12 @@ BACKWARD_PLAN = BackwardPlan(64)  # of all others
 
 def choose_backward(static):
     """The plan for a BackwardStatic."""
+    plan = BACKWARD_TABLE.get((static.head_dim, static.head_dim_v, static.right_bound), BACKWARD_PLAN)
     # A derivative takes as many registers as P: 475 spilled with 128 queries at head_dim 64
     if static.softcap or static.score is not None:
-        return BACKWARD_PLAN
-    return BACKWARD_TABLE.get((static.head_dim, static.head_dim_v, static.right_bound), BACKWARD_PLAN)
+        plan = BACKWARD_PLAN
+    # Tiles of a window are short: their ends count
+    return plan._replace(early_release=static.left_bound and max(static.head_dim, static.head_dim_v) <= 128)
 
 
 def backward_config(static, plan):

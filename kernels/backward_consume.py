@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr, pipeline
+from cutlass import Boolean, Int32, const_expr, pipeline
 from cutlass.cute.nvgpu import warpgroup as wgmma
 
 from .args import BackwardRunTime
@@ -66,6 +66,16 @@ class Tile(NamedTuple):
     keys: OwnKeys
 
 
+class Keys(NamedTuple):
+    """K and V of a tile, while a head takes its steps, where they are given back early."""
+
+    k_pipe: pipeline.PipelineTmaAsync
+    v_pipe: pipeline.PipelineTmaAsync
+    k_state: pipeline.PipelineState
+    v_state: pipeline.PipelineState
+    last: Boolean  # no other head follows
+
+
 class State(NamedTuple):
     """Where a warpgroup stands in the pipelines."""
 
@@ -121,14 +131,19 @@ class BackwardConsumer:
             head = self.band.first_head(work, blocks)
             first_key = work.n_block * config.tile_n + own_key
             tile = self.start(products, first_key, seqlen_q, seqlen_k, run)
-            k_pipe.consumer_wait(k_state)
-            v_pipe.consumer_wait(v_state)
+            # Where no query sees a key, nobody gives K and V back early
+            whole = head >= work.last_head if const_expr(config.early_release) else True
+            if whole:
+                k_pipe.consumer_wait(k_state)
+                v_pipe.consumer_wait(v_state)
             while head < work.last_head:
                 tile.keys.begin_head(self.hook, run, self.schedule.slopes_row(queue, queue_state, work), head)
-                state = self.head(products, memory, state, tile, work.blocks_of(head, blocks), warpgroup, run)
+                keys = Keys(k_pipe, v_pipe, k_state, v_state, head + 1 == work.last_head)
+                state = self.head(products, memory, state, tile, keys, work.blocks_of(head, blocks), warpgroup, run)
                 head += 1
-            k_pipe.consumer_release(k_state)
-            v_pipe.consumer_release(v_state)
+            if whole:
+                k_pipe.consumer_release(k_state)
+                v_pipe.consumer_release(v_state)
             k_state.advance()
             v_state.advance()
             begin(Phase.EPILOGUE)
@@ -159,16 +174,28 @@ class BackwardConsumer:
 
     @cute.jit
     def head(
-        self, products: BackwardProducts, memory: Memory, state: State, tile: Tile, blocks: tuple, warpgroup: Int32, run
+        self,
+        products: BackwardProducts,
+        memory: Memory,
+        state: State,
+        tile: Tile,
+        keys: Keys,
+        blocks: tuple,
+        warpgroup: Int32,
+        run: BackwardRunTime,
     ) -> State:
         """All steps of one query head."""
         first, unmasked, left, end = blocks
         memory.q_pipe.consumer_wait(state.q)
+        if const_expr(self.config.early_release):
+            keys.k_pipe.consumer_wait(keys.k_state)
         lse = self.statistics(memory, state.q, LSE)
         scores = self.issue_scores(products, state.q)
         wgmma.wait_group(0)
         self.probabilities(tile, scores, lse, first, run, self.band.sides)
         memory.do_pipe.consumer_wait(state.do)
+        if const_expr(self.config.early_release):
+            keys.v_pipe.consumer_wait(keys.v_state)
         # The step before the second block has no dQ of another to compute
         second, begin = first + 1, first + 1
         if const_expr(self.own_second_step):
@@ -187,16 +214,24 @@ class BackwardConsumer:
             for block in cutlass.range(cutlass.max(begin, left), end, unroll=1):
                 follows = True if self.own_second_step else block > second
                 state = self.step(products, memory, state, tile, block, warpgroup, run, LEFT, follows)
-        return self.last_step(products, memory, state, tile, warpgroup, second < end)
+        return self.last_step(products, memory, state, tile, keys, warpgroup, second < end)
 
     @cute.jit
-    def last_dq(self, products: BackwardProducts, memory: Memory, state: State, warpgroup: Int32) -> State:
+    def release(self, pipe, state, keys: Keys):
+        """Give K or V back, of which no other product of the tile reads."""
+        if const_expr(self.config.early_release):
+            if keys.last:
+                pipe.consumer_release(state)
+
+    @cute.jit
+    def last_dq(self, products: BackwardProducts, memory: Memory, state: State, keys: Keys, warpgroup: Int32) -> State:
         """dQ of a head's last step, of which dV and dK are in flight: there is no next step for it."""
         wgmma.wait_group(1)
         memory.do_pipe.consumer_release(state.do)
         self.wait_scores(warpgroup, state.parity)
         dq = self.issue_dq(products, state.ds.index)
         wgmma.wait_group(0)
+        self.release(keys.k_pipe, keys.k_state, keys)
         release_queries(memory.q_pipe, state.q)
         self.stage_dq(memory, dq, warpgroup)
         state.q.advance()
@@ -298,7 +333,8 @@ class BackwardConsumer:
         bias = bias_of(self.hook, tile.keys, first, accumulator, run)
         hook = self.hook, bias, pairs_of(self.hook, tile.keys, first, accumulator), tile.factors
         polynomials, width = self.config.polynomial_columns, self.band.width(run)
-        exponentiate(accumulator, lse, limits, run, sides, width, *hook, polynomials, self.dtype)
+        by_bits = True
+        exponentiate(accumulator, lse, limits, run, sides, width, *hook, polynomials, self.dtype, by_bits)
         convert(accumulator, self.dtype, target=tile.p)
 
     @cute.jit

@@ -113,12 +113,13 @@ def exponentiate(
     factors: cute.Tensor | None = None,
     polynomials: cutlass.Constexpr[int] = 0,
     dtype: cutlass.Constexpr = None,
+    by_bits: cutlass.Constexpr[bool] = False,
 ):
     """Pᵀ = exp2(Sᵀ scale - LSE), in place. ``lse``: of own_statistics, in base 2. ``limits``: of query_limits, on the
     right side of the band; ``width``: how many queries further the left one is, None where ``limits`` say it. ``bias``:
     of bias_of; ``pairs``: of pairs_of. ``factors``: where the hook has any, takes in 16 bit what dP - delta is
     multiplied with. ``polynomials``: of 4 columns, for so many a polynomial good enough for ``dtype``, where nothing is
-    masked.
+    masked. ``by_bits``: masks with a left side are those of visible_bits, where registers hold them.
     """
     scores = rows_and_columns(accumulator)
     columns = cute.size(scores, mode=[1])
@@ -127,17 +128,20 @@ def exponentiate(
     if const_expr(hook.factors):
         words = cute.make_tensor(cute.recast_ptr(factors.iterator, dtype=Int32), cute.make_layout((ROWS, columns // 2)))
         even = cute.make_rmem_tensor(ROWS, Float32)
-    bits = visible_bits(limits, lse[0, 0], sides, width) if const_expr(sides.left) else None
+    by_bits = by_bits and sides.left
+    bits = visible_bits(limits, lse[0, 0], sides, width) if const_expr(by_bits) else None
     for column in cutlass.range_constexpr(columns):
         shift = lse[column % 2, column // 2]
         for row in cutlass.range_constexpr(ROWS):
             score = scores[row, column]
             exponent = hook.exponent(score, bias, row, column, run, shift, pairs, transposed=True)
             if const_expr(sides != NO_SIDE):
-                if const_expr(sides.left):
+                if const_expr(by_bits):
                     visible = bits[row] & Int32(BIT[column]) != 0
                 else:
-                    visible = inside(8 * (column // 2) + column % 2, limits[row], None)
+                    first = limits[row] if const_expr(sides.right) else None
+                    end = (limits[ROWS + row] if width is None else limits[row] + width) if sides.left else None
+                    visible = inside(8 * (column // 2) + column % 2, first, end)
                 exponent = cutlass.select_(visible, exponent, Float32(-math.inf))
             exponent = hook.unless_hidden(exponent, shift, pairs, row, column, transposed=True)
             if const_expr(sides == NO_SIDE and column % 4 >= 4 - polynomials):

@@ -161,13 +161,28 @@ def run_queries(problem, seed, edits=(), head_dim=256):
 class KeysLaunch(Launch):
     """The main kernel: dK and dV, and dQ where its configuration has sums."""
 
-    def __init__(self, problem, seed, edits, head_dims, tile_m=WARPGROUP_ROWS, deterministic=False, split_tail=False):
+    def __init__(
+        self,
+        problem,
+        seed,
+        edits,
+        head_dims,
+        tile_m=WARPGROUP_ROWS,
+        deterministic=False,
+        split_tail=False,
+        early_release=False,
+    ):
         super().__init__(problem, seed, edits)
         shape, kernels = problem.shape, self.kernels
         split = shape.split > 1
         options = (tile_m, 2, deterministic, split, split_tail, 0, 0, shape.left is not None, problem.packed)
         self.config = config = kernels["config"].BackwardConfig(
-            "bfloat16", *head_dims, shape.bounded, *options, chunked=shape.chunk is not None
+            "bfloat16",
+            *head_dims,
+            shape.bounded,
+            *options,
+            chunked=shape.chunk is not None,
+            early_release=early_release,
         )
         self.band = self.band(config)
         self.work = kernels["backward_work"]
