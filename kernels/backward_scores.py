@@ -9,13 +9,12 @@ from cutlass import Float32, Int32, const_expr
 
 from .args import BackwardRunTime
 from .blocks import NO_SIDE, Band, Sides
-from .mask import inside
+from .mask import BIT, columns_below, inside
 from .products import converted_pair, rows_and_columns, store_copy
 from .score import Bias, Pairs, ScoreHook, cap, known_with, literal
 from .softmax import QUAD, ROWS
 
 ROUND = 1.5 * 2**23  # a sum with this keeps no bits behind the point
-BIT = tuple(1 << column if column < 31 else -(1 << 31) for column in range(32))  # of a column, as an Int32
 # Coefficients of 2^f on [-1/2, 1/2], highest power first, without the constant 1: least largest relative error, 1.0e-4
 # and 2.8e-6, below half a unit in the last place of the type
 EXP2 = {
@@ -128,20 +127,14 @@ def exponentiate(
     if const_expr(hook.factors):
         words = cute.make_tensor(cute.recast_ptr(factors.iterator, dtype=Int32), cute.make_layout((ROWS, columns // 2)))
         even = cute.make_rmem_tensor(ROWS, Float32)
-    by_bits = by_bits and sides.left
-    bits = visible_bits(limits, lse[0, 0], sides, width) if const_expr(by_bits) else None
+    bits = visible_bits(limits, lse[0, 0], sides, width) if const_expr(by_bits and sides.left) else None
     for column in cutlass.range_constexpr(columns):
         shift = lse[column % 2, column // 2]
         for row in cutlass.range_constexpr(ROWS):
             score = scores[row, column]
             exponent = hook.exponent(score, bias, row, column, run, shift, pairs, transposed=True)
             if const_expr(sides != NO_SIDE):
-                if const_expr(by_bits):
-                    visible = bits[row] & Int32(BIT[column]) != 0
-                else:
-                    first = limits[row] if const_expr(sides.right) else None
-                    end = (limits[ROWS + row] if width is None else limits[row] + width) if sides.left else None
-                    visible = inside(8 * (column // 2) + column % 2, first, end)
+                visible = visible_at(limits, bits, row, column, sides, width)
                 exponent = cutlass.select_(visible, exponent, Float32(-math.inf))
             exponent = hook.unless_hidden(exponent, shift, pairs, row, column, transposed=True)
             if const_expr(sides == NO_SIDE and column % 4 >= 4 - polynomials):
@@ -153,31 +146,27 @@ def exponentiate(
                 keep_factor(words, even, factor, row, column, factors.element_type)
 
 
-@cute.jit
-def visible_bits(limits: cute.Tensor, lse: Float32, sides: cutlass.Constexpr[Sides], width: Int32 | None):
-    """For each of a thread's keys a bit a column: whether that query sees it. A test of a bit is a seventh of an
-    instruction, two comparisons with bounds are two, and where a step is the first of each head the compiler would
-    make all of them beforehand. ``limits``, ``width``: as in exponentiate(); ``lse``: any of the step's.
+def visible_bits(limits: cute.Tensor, lse: Float32, sides: Sides, width: Int32 | None):
+    """For each of a thread's keys a bit a column: whether that query sees it. With two comparisons an element, where a
+    step is the first of each head, the compiler would make all of them before the first head. ``limits``, ``width``: as
+    in exponentiate(); ``lse``: any of the step's.
     """
-    bits = cute.make_rmem_tensor(ROWS, Int32)
-    for row in cutlass.range_constexpr(ROWS):
+    bits = []
+    for row in range(ROWS):
         # Known with the step's statistics only: else it is made and kept for all first steps
         end = known_with(lse, limits[ROWS + row] if width is None else limits[row] + width)
-        bits[row] = columns_below(end)
-        if const_expr(sides.right):
-            bits[row] = bits[row] & ~columns_below(known_with(lse, limits[row]))
+        before = columns_below(known_with(lse, limits[row])) if sides.right else Int32(0)
+        bits.append(columns_below(end) & ~before)
     return bits
 
 
-@cute.jit
-def columns_below(place: Int32) -> Int32:
-    """A bit for each of a thread's columns whose query stands below ``place``: of each 8 queries the first two."""
-    return cute.arch.inline_ptx(
-        "{ .reg .b32 columns, more; shr.s32 columns, {$r0}, 3; and.b32 more, {$r0}, 7; min.s32 more, more, 2;"
-        " mad.lo.s32 columns, columns, 2, more; max.s32 columns, columns, 0; bmsk.clamp.b32 {$w0}, 0, columns; }",
-        write_only_types=[Int32],
-        read_only_args=[place],
-    )
+def visible_at(limits, bits, row, column, sides, width):
+    """Whether a thread's key is seen by the query of a column, by ``bits`` where there are any."""
+    if bits is not None:
+        return bits[row] & Int32(BIT[column]) != 0
+    first = limits[row] if sides.right else None
+    end = (limits[ROWS + row] if width is None else limits[row] + width) if sides.left else None
+    return inside(8 * (column // 2) + column % 2, first, end)
 
 
 @cute.jit
