@@ -53,3 +53,13 @@ def add_shared(memory: cute.Tensor, shared: cute.Tensor):
         read_only_args=[memory.iterator, shared.iterator, Int32(cute.size(shared) * Float32.width // 8)],
     )
     cute.arch.cp_async_bulk_commit_group()
+
+
+@cute.jit
+def store_shared(memory: cute.Tensor, shared: cute.Tensor):
+    """The same where ``memory`` holds nothing yet."""
+    cute.arch.inline_ptx(
+        "cp.async.bulk.global.shared::cta.bulk_group [{$r0}], [{$r1}], {$r2};",
+        read_only_args=[memory.iterator, shared.iterator, Int32(cute.size(shared) * Float32.width // 8)],
+    )
+    cute.arch.cp_async_bulk_commit_group()

@@ -209,7 +209,9 @@ class KeysLaunch(Launch):
         pieces = (shape.batch, shape.heads, self.steps, config.consumer_warpgroups)
         self.class_of_store = kernels["backward_store"].SumStore
         self.class_of_store.add_head = self.replacements.add_head(self.class_of_store.add_head)
-        self.sums, self.turns = Memory(np.zeros((*pieces, *parts))), Memory(np.zeros(pieces, int))
+        # Where there are turns nobody zeroes the sums
+        self.sums = Memory(np.full((*pieces, *parts), np.nan if config.turns else 0.0))
+        self.turns = Memory(np.zeros(pieces, int))
 
     def tail(self):
         """``(whole_tiles, parts)`` by chance."""
@@ -307,6 +309,9 @@ class KeysLaunch(Launch):
         if self.config.column_pieces > 1:
             by_rows = self.sums.array.transpose(0, 1, 2, 5, 3, 4, 6)
         queries = by_rows.reshape(batch, heads, -1, HEAD_DIM)
+        # As the kernel behind: 0 where a query sees no key
+        lse = self.problem.statistics(self.config.tile_m)[..., : self.config.tile_m].swapaxes(1, 2)
+        queries = np.where(np.isinf(lse).reshape(batch, heads, -1, 1), 0, queries)
         return self.problem.rows_in_lines(queries.swapaxes(1, 2), self.config.tile_m)
 
 
