@@ -347,7 +347,11 @@ def backward_heads_per_section(problem, config, parts, sms):
         return 1
     row_bytes = (problem.head_dim + problem.head_dim_v) * ELEMENT_BYTES
     row_bytes += FLOAT_BYTES * problem.head_dim if config.sums else 0
-    fitting = max(1, L2_BUDGET_BYTES // max(problem.group * problem.seqlen_q * row_bytes, 1))
+    rows = problem.seqlen_q
+    if problem.windowed:
+        # Those that one tile visits: the section's tiles go through its heads side by side
+        rows = min(rows, max(tile_steps(problem, config)) * config.tile_m)
+    fitting = max(1, L2_BUDGET_BYTES // max(problem.group * rows * row_bytes, 1))
     filling = -(-sms * SECTION_TILES // (tiles_of_head(problem, config) * parts * 100))
     # Powers of two: the largest that fits, the smallest that fills
     heads_k = max(1 << (fitting.bit_length() - 1), 1 << (filling - 1).bit_length())
