@@ -178,7 +178,10 @@ class BackwardPlan(NamedTuple):
     # Columns of the classes that products leave out; choose_backward leaves them to unused_columns
     unused: int = 0  # of Q and K
     unused_v: int = 0  # of V and dO
-    early_release: bool = False  # of K and V: where the next tile is near
+    # Where tiles are short: of K and V; of dK and dV; of the next tile's K and V
+    early_release: bool = False
+    predicated_output: bool = False
+    prefetch_keys: bool = False
 
 
 # (head_dim class, head_dim_v class, right bound) -> plan of the gradients
@@ -196,7 +199,9 @@ def choose_backward(static):
     if static.softcap or static.score is not None:
         plan = BACKWARD_PLAN
     # Tiles of a window are short: their ends count
-    return plan._replace(early_release=static.left_bound and max(static.head_dim, static.head_dim_v) <= 128)
+    if static.left_bound and max(static.head_dim, static.head_dim_v) <= 128:
+        plan = plan._replace(early_release=True, predicated_output=True, prefetch_keys=True)
+    return plan
 
 
 def backward_config(static, plan):

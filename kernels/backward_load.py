@@ -58,6 +58,9 @@ class BackwardProducer:
             rows, row_stages = head_tiles(
                 tiled_rows, s_rows, (1, config.row_floats), head, batch_index, work.first_line
             )
+            if const_expr(config.prefetch_keys):
+                cute.prefetch(tiled_k.atom, k_boxes.box(tiled_k, s_k, k_tiles, n_block, seqlen_k))
+                cute.prefetch(tiled_v.atom, v_boxes.box(tiled_v, s_v, v_tiles, n_block, seqlen_k))
             q_tile = q_boxes.box(tiled_q, s_q, q_tiles, first, seqlen_q)
             sources, stages = (q_tile, rows[None, first]), (q_stages, row_stages)
             if visited:

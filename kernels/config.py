@@ -240,6 +240,8 @@ class BackwardConfig(Checked):
     mask: object | None = None
     # K and V are each given back behind the last product that reads them, not where the tile ends
     early_release: bool = False
+    predicated_output: bool = False  # of dK and dV: see DirectOutput
+    prefetch_keys: bool = False  # the next tile's K and V to L2, as soon as it is known
 
     consumer_warpgroups = 2
 

@@ -17,7 +17,7 @@ from simulated_memory import WARP_ROWS, WARPGROUP_ROWS, Columns, Memory, Registe
 class Outputs:
     """DirectOutput: a warp's rows to global memory."""
 
-    def __init__(self, dtype, columns):
+    def __init__(self, dtype, columns, predicated=False):
         pass
 
     def store(self, target, _layout, registers, _memory, piece):

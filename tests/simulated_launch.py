@@ -183,6 +183,7 @@ class KeysLaunch(Launch):
             *options,
             chunked=shape.chunk is not None,
             early_release=early_release,
+            prefetch_keys=early_release,
         )
         self.band = self.band(config)
         self.work = kernels["backward_work"]
