@@ -224,12 +224,26 @@ class BackwardConsumer:
                 pipe.consumer_release(state)
 
     @cute.jit
-    def last_dq(self, products: BackwardProducts, memory: Memory, state: State, keys: Keys, warpgroup: Int32) -> State:
-        """dQ of a head's last step, of which dV and dK are in flight: there is no next step for it."""
-        wgmma.wait_group(1)
-        memory.do_pipe.consumer_release(state.do)
+    def issue_last_dq(self, products: BackwardProducts, state: State, warpgroup: Int32):
+        """Start dQ of a head's last step: there is no next step for it."""
         self.wait_scores(warpgroup, state.parity)
-        dq = self.issue_dq(products, state.ds.index)
+        return self.issue_dq(products, state.ds.index)
+
+    @cute.jit
+    def last_dq(
+        self,
+        products: BackwardProducts,
+        memory: Memory,
+        state: State,
+        keys: Keys,
+        warpgroup: Int32,
+        dq: cute.Tensor | None = None,
+    ) -> State:
+        """The end of a head's last step, of which dV and dK are in flight, or ``dq`` of issue_last_dq() as well."""
+        wgmma.wait_group(1 if dq is None else 2)
+        memory.do_pipe.consumer_release(state.do)
+        if const_expr(dq is None):
+            dq = self.issue_last_dq(products, state, warpgroup)
         wgmma.wait_group(0)
         self.release(keys.k_pipe, keys.k_state, keys)
         release_queries(memory.q_pipe, state.q)

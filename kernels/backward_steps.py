@@ -160,12 +160,13 @@ class LateSums(BackwardConsumer):
         ds = self.gradients(products, memory, state, tile, warpgroup, follows)
         self.release(keys.v_pipe, keys.v_state, keys)
         # Of no step, and not stored, if this is the only one: there are no branches around WGMMAs
-        dq = self.issue_dq_before(products, state)
+        before = self.issue_dq_before(products, state)
         self.issue_dk(products, state, tile, ds)
-        wgmma.wait_group(1)
+        dq = self.issue_last_dq(products, state, warpgroup) if const_expr(self.config.early_release) else None
+        wgmma.wait_group(1 if dq is None else 2)
         if follows:
-            self.stage_dq(memory, dq, warpgroup)
-        return self.last_dq(products, memory, state, keys, warpgroup)
+            self.stage_dq(memory, before, warpgroup)
+        return self.last_dq(products, memory, state, keys, warpgroup, dq)
 
     @cute.jit
     def gradients(

@@ -134,8 +134,12 @@ FAULTS = {
         "whole = head >= work.last_head if const_expr(config.early_release) else True",
         "whole = not config.early_release",
     ),
-    "dP does not wait for V": (
-        "late sums, early release", "backward_consume", "keys.v_pipe.consumer_wait(keys.v_state)", "pass"
+    "S does not wait for K": (
+        "late sums, early release", "backward_consume", "keys.k_pipe.consumer_wait(keys.k_state)", "pass"
+    ),
+    "a head's last dQ does not wait for the other's dS": (
+        "late sums, early release", "backward_consume",
+        "self.wait_scores(warpgroup, state.parity)\n        return", "return",
     ),
     "a bulk copy still reads": (
         "early sums", "backward_store", "cute.arch.cp_async_bulk_wait_group(0, read=True)", "pass"
