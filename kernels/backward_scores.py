@@ -118,7 +118,7 @@ def exponentiate(
     right side of the band; ``width``: how many queries further the left one is, None where ``limits`` say it. ``bias``:
     of bias_of; ``pairs``: of pairs_of. ``factors``: where the hook has any, takes in 16 bit what dP - delta is
     multiplied with. ``polynomials``: of 4 columns, for so many a polynomial good enough for ``dtype``, where nothing is
-    masked. ``by_bits``: masks with a left side are those of visible_bits, where registers hold them.
+    masked or ``by_bits``. ``by_bits``: masks with a left side are those of visible_bits, where registers hold them.
     """
     scores = rows_and_columns(accumulator)
     columns = cute.size(scores, mode=[1])
@@ -137,7 +137,7 @@ def exponentiate(
                 visible = visible_at(limits, bits, row, column, sides, width)
                 exponent = cutlass.select_(visible, exponent, Float32(-math.inf))
             exponent = hook.unless_hidden(exponent, shift, pairs, row, column, transposed=True)
-            if const_expr(sides == NO_SIDE and column % 4 >= 4 - polynomials):
+            if const_expr((sides == NO_SIDE or bits is not None) and column % 4 >= 4 - polynomials):
                 scores[row, column] = exp2_polynomial(exponent, EXP2[dtype])
             else:
                 scores[row, column] = cute.math.exp2(exponent, fastmath=True)
