@@ -64,6 +64,7 @@ class Tile(NamedTuple):
     p: cute.Tensor  # Pᵀ of a step in 16 bit, A of dV
     factors: cute.Tensor | None  # with what dP - delta is multiplied unless with P, likewise
     keys: OwnKeys
+    dq: cute.Tensor | None  # piece of a head's last step, where a tile's last one is staged behind dK and dV
 
 
 class Keys(NamedTuple):
@@ -151,6 +152,8 @@ class BackwardConsumer:
             queue_state = self.schedule.give_back(queue, queue_state)
             totals = tile.dk, tile.dv
             store_gradients(config, self.dtype, outputs, totals, work, warpgroup, first_key, run.scale)
+            if const_expr(config.early_release):
+                self.stage_last_dq(memory, tile.dq, whole, warpgroup)
             begin(Phase.WAIT_TILE)
             work = self.schedule.receive_work(queue, queue_state)
         self.schedule.give_back(queue, queue_state)
@@ -170,7 +173,8 @@ class BackwardConsumer:
         scores = new_accumulator(products.scores_first, (WGMMA_M, config.tile_m))
         p = new_left_operand(scores, self.dtype)
         factors = new_left_operand(scores, self.dtype) if const_expr(config.factors) else None
-        return Tile(dk, dv, p, factors, keys)
+        dq = new_accumulator(products.dq_first, (WGMMA_M, config.dq_columns)) if config.early_release else None
+        return Tile(dk, dv, p, factors, keys, dq)
 
     @cute.jit
     def head(
@@ -224,10 +228,10 @@ class BackwardConsumer:
                 pipe.consumer_release(state)
 
     @cute.jit
-    def issue_last_dq(self, products: BackwardProducts, state: State, warpgroup: Int32):
+    def issue_last_dq(self, products: BackwardProducts, state: State, tile: Tile, warpgroup: Int32):
         """Start dQ of a head's last step: there is no next step for it."""
         self.wait_scores(warpgroup, state.parity)
-        return self.issue_dq(products, state.ds.index)
+        return self.issue_dq(products, state.ds.index, tile.dq)
 
     @cute.jit
     def last_dq(
@@ -235,6 +239,7 @@ class BackwardConsumer:
         products: BackwardProducts,
         memory: Memory,
         state: State,
+        tile: Tile,
         keys: Keys,
         warpgroup: Int32,
         dq: cute.Tensor | None = None,
@@ -243,11 +248,11 @@ class BackwardConsumer:
         wgmma.wait_group(1 if dq is None else 2)
         memory.do_pipe.consumer_release(state.do)
         if const_expr(dq is None):
-            dq = self.issue_last_dq(products, state, warpgroup)
+            dq = self.issue_last_dq(products, state, tile, warpgroup)
         wgmma.wait_group(0)
         self.release(keys.k_pipe, keys.k_state, keys)
         release_queries(memory.q_pipe, state.q)
-        self.stage_dq(memory, dq, warpgroup)
+        self.stage_last_dq(memory, dq, keys.last if const_expr(self.config.early_release) else False, warpgroup)
         state.q.advance()
         state.do.advance()
         state.ds.advance()
@@ -287,9 +292,10 @@ class BackwardConsumer:
         return self.issue_dq(products, before)
 
     @cute.jit
-    def issue_dq(self, products: BackwardProducts, stage: Int32):
-        """Start dQ = dS K, this warpgroup's piece."""
-        dq = new_accumulator(products.dq_first, (WGMMA_M, self.config.dq_columns))
+    def issue_dq(self, products: BackwardProducts, stage: Int32, dq: cute.Tensor | None = None):
+        """Start dQ = dS K, this warpgroup's piece, in registers of its own or in ``dq``."""
+        if const_expr(dq is None):
+            dq = new_accumulator(products.dq_first, (WGMMA_M, self.config.dq_columns))
         ds = products.ds[None, None, None, stage]
         wgmma.fence()
         issue(products.dq_first, products.dq_add, dq, ds, products.k_transposed)
@@ -324,6 +330,14 @@ class BackwardConsumer:
         sums_barrier(BackwardBarrier.SUMS_FREE, warpgroup, arrive=False)
         write_piece(memory.dq, dq, warpgroup, memory.thread)
         sums_barrier(BackwardBarrier.SUMS_FULL, warpgroup, arrive=True)
+
+    @cute.jit
+    def stage_last_dq(self, memory: Memory, dq: cute.Tensor, elsewhere: Boolean, warpgroup: Int32):
+        """The piece of a head's last step, unless it is staged ``elsewhere``: a tile's last one, for whose memory its
+        warpgroup would wait, behind dK and dV.
+        """
+        if not elsewhere:
+            self.stage_dq(memory, dq, warpgroup)
 
     def statistics(self, memory: Memory, q_state, kind: int):
         """This thread's share of a step's LSE or delta. Loaded before the products that come first are issued: behind

@@ -76,7 +76,7 @@ class EarlySums(BackwardConsumer):
         ds = self.gradients(products, memory, state, tile, warpgroup, follows)
         self.release(keys.v_pipe, keys.v_state, keys)
         self.issue_dk(products, state, tile, ds)
-        return self.last_dq(products, memory, state, keys, warpgroup)
+        return self.last_dq(products, memory, state, tile, keys, warpgroup)
 
     @cute.jit
     def gradients(
@@ -162,11 +162,11 @@ class LateSums(BackwardConsumer):
         # Of no step, and not stored, if this is the only one: there are no branches around WGMMAs
         before = self.issue_dq_before(products, state)
         self.issue_dk(products, state, tile, ds)
-        dq = self.issue_last_dq(products, state, warpgroup) if const_expr(self.config.early_release) else None
+        dq = self.issue_last_dq(products, state, tile, warpgroup) if const_expr(self.config.early_release) else None
         wgmma.wait_group(1 if dq is None else 2)
         if follows:
             self.stage_dq(memory, before, warpgroup)
-        return self.last_dq(products, memory, state, keys, warpgroup, dq)
+        return self.last_dq(products, memory, state, tile, keys, warpgroup, dq)
 
     @cute.jit
     def gradients(
