@@ -198,8 +198,9 @@ def choose_backward(static):
     # A derivative takes as many registers as P: 475 spilled with 128 queries at head_dim 64
     if static.softcap or static.score is not None:
         plan = BACKWARD_PLAN
-    # Tiles of a window are short: their ends count
-    if static.left_bound and max(static.head_dim, static.head_dim_v) <= 128:
+    # Tiles of a window are short: their ends count. Not measured, and more registers, where scores are changed
+    changed = static.softcap or static.alibi or static.chunked or static.score is not None or static.mask is not None
+    if static.left_bound and not changed and max(static.head_dim, static.head_dim_v) <= 128:
         plan = plan._replace(early_release=True, predicated_output=True, prefetch_keys=True)
     return plan
 

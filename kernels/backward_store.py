@@ -19,7 +19,7 @@ from .blocks import Band
 from .config import WARP_THREADS, WARPGROUP_THREADS, BackwardConfig
 from .phases import Phase, begin
 from .schedule import SLOTS, TileQueue
-from .workspace import add_shared, store_shared
+from .workspace import add_or_store_shared, add_shared
 
 
 @cute.jit
@@ -162,17 +162,11 @@ class SumStore:
             cute.arch.fence_view_async_shared()
             if cute.arch.lane_idx() == 0:
                 begin(Phase.ADD_SUMS)
-                self.add_part(cute.local_tile(piece, (cute.size(shared),), (part,)), shared, begins)
+                target = cute.local_tile(piece, (cute.size(shared),), (part,))
+                if const_expr(begins is None):
+                    add_shared(target, shared)
+                else:
+                    add_or_store_shared(target, shared, begins)
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
             cute.arch.sync_warp()
             sums_barrier(BackwardBarrier.SUMS_FREE, warpgroup, arrive=True)
-
-    @cute.jit
-    def add_part(self, part: cute.Tensor, shared: cute.Tensor, begins: Boolean | None):
-        """One thread: start adding, or storing, what is in shared memory."""
-        if const_expr(begins is None):
-            add_shared(part, shared)
-        elif begins:
-            store_shared(part, shared)
-        else:
-            add_shared(part, shared)

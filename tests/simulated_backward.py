@@ -83,7 +83,7 @@ class Replacements:
             "output": {"DirectOutput": Outputs},
             "workspace": {
                 "write_piece": self.write_piece, "read_piece": self.read_piece, "add_shared": self.add_shared,
-                "store_shared": partial(self.add_shared, store=True),
+                "add_or_store_shared": self.add_shared,
             },
             "backward_role": {"words_of": identity},
             "registers": {"released_by_first_lane": identity},
@@ -177,13 +177,13 @@ class Replacements:
 
         return add_head
 
-    def add_shared(self, memory, shared, store=False):
+    def add_shared(self, memory, shared, begins=False):
         """A bulk copy: it reads later, and adds (or stores) later than that."""
         agent, target = self.simulation.current, memory.array
         tile = self.tiles[agent]
 
         def add(values):
-            target[:] = values if store else target + values
+            target[:] = values if begins else target + values
             self.additions[target.ctypes.data].append(tile)
 
         def read():
