@@ -186,6 +186,10 @@ class BackwardPlan(NamedTuple):
     # Columns of the classes that products leave out; choose_backward leaves them to unused_columns
     unused: int = 0  # of Q and K
     unused_v: int = 0  # of V and dO
+    # Where tiles are short: of K and V; of dK and dV; of the next tile's K and V
+    early_release: bool = False
+    predicated_output: bool = False
+    prefetch_keys: bool = False
 
 
 # (head_dim class, head_dim_v class, right bound) -> plan of the gradients
@@ -198,10 +202,15 @@ BACKWARD_PLAN = BackwardPlan(64)  # of all others
 
 def choose_backward(static):
     """The plan for a BackwardStatic."""
+    plan = BACKWARD_TABLE.get((static.head_dim, static.head_dim_v, static.right_bound), BACKWARD_PLAN)
     # A derivative takes as many registers as P: 475 spilled with 128 queries at head_dim 64
     if static.softcap or static.score is not None:
-        return BACKWARD_PLAN
-    return BACKWARD_TABLE.get((static.head_dim, static.head_dim_v, static.right_bound), BACKWARD_PLAN)
+        plan = BACKWARD_PLAN
+    # Tiles of a window are short: their ends count. Not measured, and more registers, where scores are changed
+    changed = static.softcap or static.alibi or static.chunked or static.score is not None or static.mask is not None
+    if static.left_bound and not changed and max(static.head_dim, static.head_dim_v) <= 128:
+        plan = plan._replace(early_release=True, predicated_output=True, prefetch_keys=True)
+    return plan
 
 
 def backward_config(static, plan):
@@ -352,7 +361,11 @@ def backward_heads_per_section(problem, config, parts, sms):
         return 1
     row_bytes = (problem.head_dim + problem.head_dim_v) * ELEMENT_BYTES
     row_bytes += FLOAT_BYTES * problem.head_dim if config.sums else 0
-    fitting = max(1, L2_BUDGET_BYTES // max(problem.group * problem.seqlen_q * row_bytes, 1))
+    rows = problem.seqlen_q
+    if problem.windowed:
+        # Those that one tile visits: the section's tiles go through its heads side by side
+        rows = min(rows, max(tile_steps(problem, config)) * config.tile_m)
+    fitting = max(1, L2_BUDGET_BYTES // max(problem.group * rows * row_bytes, 1))
     filling = -(-sms * SECTION_TILES // (tiles_of_head(problem, config) * parts * 100))
     # Powers of two: the largest that fits, the smallest that fills
     heads_k = max(1 << (fitting.bit_length() - 1), 1 << (filling - 1).bit_length())

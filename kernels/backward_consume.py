@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr, pipeline
+from cutlass import Boolean, Int32, const_expr, pipeline
 from cutlass.cute.nvgpu import warpgroup as wgmma
 
 from .args import BackwardRunTime
@@ -64,6 +64,17 @@ class Tile(NamedTuple):
     p: cute.Tensor  # Pᵀ of a step in 16 bit, A of dV
     factors: cute.Tensor | None  # with what dP - delta is multiplied unless with P, likewise
     keys: OwnKeys
+    dq: cute.Tensor | None  # piece of a head's last step, where a tile's last one is staged behind dK and dV
+
+
+class Keys(NamedTuple):
+    """K and V of a tile, while a head takes its steps, where they are given back early."""
+
+    k_pipe: pipeline.PipelineTmaAsync
+    v_pipe: pipeline.PipelineTmaAsync
+    k_state: pipeline.PipelineState
+    v_state: pipeline.PipelineState
+    last: Boolean  # no other head follows
 
 
 class State(NamedTuple):
@@ -121,14 +132,19 @@ class BackwardConsumer:
             head = self.band.first_head(work, blocks)
             first_key = work.n_block * config.tile_n + own_key
             tile = self.start(products, first_key, seqlen_q, seqlen_k, run)
-            k_pipe.consumer_wait(k_state)
-            v_pipe.consumer_wait(v_state)
+            # Where no query sees a key, nobody gives K and V back early
+            whole = head >= work.last_head if const_expr(config.early_release) else True
+            if whole:
+                k_pipe.consumer_wait(k_state)
+                v_pipe.consumer_wait(v_state)
             while head < work.last_head:
                 tile.keys.begin_head(self.hook, run, self.schedule.batch_entry(queue, queue_state, work), head)
-                state = self.head(products, memory, state, tile, work.blocks_of(head, blocks), warpgroup, run)
+                keys = Keys(k_pipe, v_pipe, k_state, v_state, head + 1 == work.last_head)
+                state = self.head(products, memory, state, tile, keys, work.blocks_of(head, blocks), warpgroup, run)
                 head += 1
-            k_pipe.consumer_release(k_state)
-            v_pipe.consumer_release(v_state)
+            if whole:
+                k_pipe.consumer_release(k_state)
+                v_pipe.consumer_release(v_state)
             k_state.advance()
             v_state.advance()
             begin(Phase.EPILOGUE)
@@ -136,6 +152,8 @@ class BackwardConsumer:
             queue_state = self.schedule.give_back(queue, queue_state)
             totals = tile.dk, tile.dv
             store_gradients(config, self.dtype, outputs, totals, work, warpgroup, first_key, run.scale)
+            if const_expr(config.early_release):
+                self.stage_last_dq(memory, tile.dq, whole, warpgroup)
             begin(Phase.WAIT_TILE)
             work = self.schedule.receive_work(queue, queue_state)
         self.schedule.give_back(queue, queue_state)
@@ -155,20 +173,33 @@ class BackwardConsumer:
         scores = new_accumulator(products.scores_first, (WGMMA_M, config.tile_m))
         p = new_left_operand(scores, self.dtype)
         factors = new_left_operand(scores, self.dtype) if const_expr(config.factors) else None
-        return Tile(dk, dv, p, factors, keys)
+        dq = new_accumulator(products.dq_first, (WGMMA_M, config.dq_columns)) if config.early_release else None
+        return Tile(dk, dv, p, factors, keys, dq)
 
     @cute.jit
     def head(
-        self, products: BackwardProducts, memory: Memory, state: State, tile: Tile, blocks: tuple, warpgroup: Int32, run
+        self,
+        products: BackwardProducts,
+        memory: Memory,
+        state: State,
+        tile: Tile,
+        keys: Keys,
+        blocks: tuple,
+        warpgroup: Int32,
+        run: BackwardRunTime,
     ) -> State:
         """All steps of one query head."""
         first, unmasked, left, end = blocks
         memory.q_pipe.consumer_wait(state.q)
+        if const_expr(self.config.early_release):
+            keys.k_pipe.consumer_wait(keys.k_state)
         lse = self.statistics(memory, state.q, LSE)
         scores = self.issue_scores(products, state.q)
         wgmma.wait_group(0)
         self.probabilities(tile, scores, lse, first, run, self.band.sides)
         memory.do_pipe.consumer_wait(state.do)
+        if const_expr(self.config.early_release):
+            keys.v_pipe.consumer_wait(keys.v_state)
         # The step before the second block has no dQ of another to compute
         second, begin = first + 1, first + 1
         if const_expr(self.own_second_step):
@@ -187,18 +218,41 @@ class BackwardConsumer:
             for block in cutlass.range(cutlass.max(begin, left), end, unroll=1):
                 follows = True if self.own_second_step else block > second
                 state = self.step(products, memory, state, tile, block, warpgroup, run, LEFT, follows)
-        return self.last_step(products, memory, state, tile, warpgroup, second < end)
+        return self.last_step(products, memory, state, tile, keys, warpgroup, second < end)
 
     @cute.jit
-    def last_dq(self, products: BackwardProducts, memory: Memory, state: State, warpgroup: Int32) -> State:
-        """dQ of a head's last step, of which dV and dK are in flight: there is no next step for it."""
-        wgmma.wait_group(1)
-        memory.do_pipe.consumer_release(state.do)
+    def release(self, pipe, state, keys: Keys):
+        """Give K or V back, of which no other product of the tile reads."""
+        if const_expr(self.config.early_release):
+            if keys.last:
+                pipe.consumer_release(state)
+
+    @cute.jit
+    def issue_last_dq(self, products: BackwardProducts, state: State, tile: Tile, warpgroup: Int32):
+        """Start dQ of a head's last step: there is no next step for it."""
         self.wait_scores(warpgroup, state.parity)
-        dq = self.issue_dq(products, state.ds.index)
+        return self.issue_dq(products, state.ds.index, tile.dq)
+
+    @cute.jit
+    def last_dq(
+        self,
+        products: BackwardProducts,
+        memory: Memory,
+        state: State,
+        tile: Tile,
+        keys: Keys,
+        warpgroup: Int32,
+        dq: cute.Tensor | None = None,
+    ) -> State:
+        """The end of a head's last step, of which dV and dK are in flight, or ``dq`` of issue_last_dq() as well."""
+        wgmma.wait_group(1 if dq is None else 2)
+        memory.do_pipe.consumer_release(state.do)
+        if const_expr(dq is None):
+            dq = self.issue_last_dq(products, state, tile, warpgroup)
         wgmma.wait_group(0)
+        self.release(keys.k_pipe, keys.k_state, keys)
         release_queries(memory.q_pipe, state.q)
-        self.stage_dq(memory, dq, warpgroup)
+        self.stage_last_dq(memory, dq, keys.last if const_expr(self.config.early_release) else False, warpgroup)
         state.q.advance()
         state.do.advance()
         state.ds.advance()
@@ -238,9 +292,10 @@ class BackwardConsumer:
         return self.issue_dq(products, before)
 
     @cute.jit
-    def issue_dq(self, products: BackwardProducts, stage: Int32):
-        """Start dQ = dS K, this warpgroup's piece."""
-        dq = new_accumulator(products.dq_first, (WGMMA_M, self.config.dq_columns))
+    def issue_dq(self, products: BackwardProducts, stage: Int32, dq: cute.Tensor | None = None):
+        """Start dQ = dS K, this warpgroup's piece, in registers of its own or in ``dq``."""
+        if const_expr(dq is None):
+            dq = new_accumulator(products.dq_first, (WGMMA_M, self.config.dq_columns))
         ds = products.ds[None, None, None, stage]
         wgmma.fence()
         issue(products.dq_first, products.dq_add, dq, ds, products.k_transposed)
@@ -276,6 +331,14 @@ class BackwardConsumer:
         write_piece(memory.dq, dq, warpgroup, memory.thread)
         sums_barrier(BackwardBarrier.SUMS_FULL, warpgroup, arrive=True)
 
+    @cute.jit
+    def stage_last_dq(self, memory: Memory, dq: cute.Tensor, elsewhere: Boolean, warpgroup: Int32):
+        """The piece of a head's last step, unless it is staged ``elsewhere``: a tile's last one, for whose memory its
+        warpgroup would wait, behind dK and dV.
+        """
+        if not elsewhere:
+            self.stage_dq(memory, dq, warpgroup)
+
     def statistics(self, memory: Memory, q_state, kind: int):
         """This thread's share of a step's LSE or delta. Loaded before the products that come first are issued: behind
         their reads of shared memory it would wait.
@@ -298,7 +361,8 @@ class BackwardConsumer:
         bias = bias_of(self.hook, tile.keys, first, accumulator, run)
         hook = self.hook, bias, pairs_of(self.hook, tile.keys, first, accumulator), tile.factors
         polynomials, width = self.config.polynomial_columns, self.band.width(run)
-        exponentiate(accumulator, lse, limits, run, sides, width, *hook, polynomials, self.dtype)
+        by_bits = True
+        exponentiate(accumulator, lse, limits, run, sides, width, *hook, polynomials, self.dtype, by_bits)
         convert(accumulator, self.dtype, target=tile.p)
 
     @cute.jit

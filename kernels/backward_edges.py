@@ -20,7 +20,8 @@ THREADS = 256  # of a CTA before the main kernel
 
 @dataclass(frozen=True)
 class Prologue:
-    """For each query: LSE in base 2 and delta = rowsum(dO O) - dLSE; and dQ's sums set to 0.
+    """For each query: LSE in base 2 and delta = rowsum(dO O) - dLSE; and dQ's sums, or the counters of their turns, set
+    to 0.
 
     A query that sees no key, and one past the end, gets LSE = inf, so that its P is 0, and delta = 0.
     """
@@ -44,7 +45,7 @@ class Prologue:
     ):
         """One step's queries of one head, ``place``: (block, head, batch). out, do: (batch, seqlen_q, heads,
         head_dim_v); lse, dlse (or None): (batch, heads, seqlen_q); rows: (batch, heads, blocks, 2 tile_m); sums of dQ:
-        (batch, heads, blocks, floats), or None; turns (batch, heads, blocks, pieces), or None: also set to 0.
+        (batch, heads, blocks, floats), or None; turns (batch, heads, blocks, pieces), or None.
         scale_log2: where exponents lack cap_constant, else None.
         """
         block, head, batch = place
@@ -60,7 +61,8 @@ class Prologue:
             given = tuple(self.group(each[batch, query, head, None], column) for each in (out, do))
             scalars = tuple(each[batch, head, query] for each in (lse, dlse) if each is not None)
             read.append((given, scalars))
-        if const_expr(sums is not None):
+        # Where they have turns, the first tile stores
+        if const_expr(sums is not None and turns is None):
             self.clear(sums[batch, head, block, None], thread)
         if const_expr(turns is not None):
             if thread < turns.shape[3]:

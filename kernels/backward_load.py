@@ -58,17 +58,24 @@ class BackwardProducer:
             rows, row_stages = head_tiles(
                 tiled_rows, s_rows, (1, config.row_floats), head, batch_index, work.first_line
             )
+            if const_expr(config.prefetch_keys):
+                cute.prefetch(tiled_k.atom, k_boxes.box(tiled_k, s_k, k_tiles, n_block, seqlen_k))
+                cute.prefetch(tiled_v.atom, v_boxes.box(tiled_v, s_v, v_tiles, n_block, seqlen_k))
             q_tile = q_boxes.box(tiled_q, s_q, q_tiles, first, seqlen_q)
             sources, stages = (q_tile, rows[None, first]), (q_stages, row_stages)
             if visited:
                 q_state = self.load_queries((tiled_q, tiled_rows), sources, stages, q_pipe, q_state)
             k_tile = k_boxes.box(tiled_k, s_k, k_tiles, n_block, seqlen_k)
-            k_state = load(Phase.LOAD_K, tiled_k.atom, k_tile, k_stages, k_pipe, k_state)
+            # In the order in which they are needed, or in which the tile before gives back what they take
+            if const_expr(not config.early_release):
+                k_state = load(Phase.LOAD_K, tiled_k.atom, k_tile, k_stages, k_pipe, k_state)
             if visited:
                 do_tile = do_boxes.box(tiled_do, s_do, do_tiles, first, seqlen_q)
                 do_state = load(Phase.LOAD_DO, tiled_do.atom, do_tile, do_stages, do_pipe, do_state)
             v_tile = v_boxes.box(tiled_v, s_v, v_tiles, n_block, seqlen_k)
             v_state = load(Phase.LOAD_V, tiled_v.atom, v_tile, v_stages, v_pipe, v_state)
+            if const_expr(config.early_release):
+                k_state = load(Phase.LOAD_K, tiled_k.atom, k_tile, k_stages, k_pipe, k_state)
             first += 1
             head = self.band.first_head(work, blocks)
             while head < last_head:

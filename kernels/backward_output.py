@@ -44,6 +44,7 @@ def store_gradient(
     parts), None for what the configuration has not; ``piece``: which 64 keys of the tile.
     """
     gradient, parts = output
+    direct = DirectOutput(dtype, columns, config.predicated_output)
     if const_expr(config.split_heads):
         part = work.part - work.head_k * parts.shape[2]
         write_piece(parts[work.batch, work.head_k, part, work.n_block, None], total, piece)
@@ -51,15 +52,14 @@ def store_gradient(
         if work.slot >= 0:
             write_piece(parts[work.slot, None], total, piece)
         else:
-            store_directly(dtype, columns, gradient, total, work, piece, first_key, scale)
+            store_directly(direct, gradient, total, work, piece, first_key, scale)
     else:
-        store_directly(dtype, columns, gradient, total, work, piece, first_key, scale)
+        store_directly(direct, gradient, total, work, piece, first_key, scale)
 
 
 @cute.jit
 def store_directly(
-    dtype: cutlass.Constexpr,
-    columns: cutlass.Constexpr[int],
+    direct: cutlass.Constexpr[DirectOutput],
     gradient: cute.Tensor,
     total: cute.Tensor,
     work: NamedTuple,
@@ -73,4 +73,4 @@ def store_directly(
             total[element] = total[element] * scale
     thread = cute.arch.thread_idx()[0] % WARPGROUP_THREADS
     rows = Piece(work.n_block, work.head_k, work.batch, piece, thread, Boolean(False), first_key)
-    DirectOutput(dtype, columns).store(work.keys_of(gradient), None, total, None, rows)
+    direct.store(work.keys_of(gradient), None, total, None, rows)

@@ -9,7 +9,7 @@ from cutlass import Float32, Int32, const_expr
 
 from .args import BackwardRunTime
 from .blocks import NO_SIDE, Band, Sides
-from .mask import inside
+from .mask import BIT, columns_below, inside
 from .products import converted_pair, rows_and_columns, store_copy
 from .score import Bias, Pairs, ScoreHook, cap, known_with, literal
 from .softmax import QUAD, ROWS
@@ -112,12 +112,13 @@ def exponentiate(
     factors: cute.Tensor | None = None,
     polynomials: cutlass.Constexpr[int] = 0,
     dtype: cutlass.Constexpr = None,
+    by_bits: cutlass.Constexpr[bool] = False,
 ):
     """Pᵀ = exp2(Sᵀ scale - LSE), in place. ``lse``: of own_statistics, in base 2. ``limits``: of query_limits, on the
     right side of the band; ``width``: how many queries further the left one is, None where ``limits`` say it. ``bias``:
     of bias_of; ``pairs``: of pairs_of. ``factors``: where the hook has any, takes in 16 bit what dP - delta is
     multiplied with. ``polynomials``: of 4 columns, for so many a polynomial good enough for ``dtype``, where nothing is
-    masked.
+    masked or ``by_bits``. ``by_bits``: masks with a left side are those of visible_bits, where registers hold them.
     """
     scores = rows_and_columns(accumulator)
     columns = cute.size(scores, mode=[1])
@@ -126,24 +127,46 @@ def exponentiate(
     if const_expr(hook.factors):
         words = cute.make_tensor(cute.recast_ptr(factors.iterator, dtype=Int32), cute.make_layout((ROWS, columns // 2)))
         even = cute.make_rmem_tensor(ROWS, Float32)
+    bits = visible_bits(limits, lse[0, 0], sides, width) if const_expr(by_bits and sides.left) else None
     for column in cutlass.range_constexpr(columns):
         shift = lse[column % 2, column // 2]
         for row in cutlass.range_constexpr(ROWS):
             score = scores[row, column]
             exponent = hook.exponent(score, bias, row, column, run, shift, pairs, transposed=True)
             if const_expr(sides != NO_SIDE):
-                first = limits[row] if const_expr(sides.right) else None
-                end = (limits[ROWS + row] if width is None else limits[row] + width) if sides.left else None
-                visible = inside(8 * (column // 2) + column % 2, first, end)
+                visible = visible_at(limits, bits, row, column, sides, width)
                 exponent = cutlass.select_(visible, exponent, Float32(-math.inf))
             exponent = hook.unless_hidden(exponent, shift, pairs, row, column, transposed=True)
-            if const_expr(sides == NO_SIDE and column % 4 >= 4 - polynomials):
+            if const_expr((sides == NO_SIDE or bits is not None) and column % 4 >= 4 - polynomials):
                 scores[row, column] = exp2_polynomial(exponent, EXP2[dtype])
             else:
                 scores[row, column] = cute.math.exp2(exponent, fastmath=True)
             if const_expr(hook.factors):
                 factor = hook.factor(scores[row, column], score, bias, pairs, row, column, run, transposed=True)
                 keep_factor(words, even, factor, row, column, factors.element_type)
+
+
+def visible_bits(limits: cute.Tensor, lse: Float32, sides: Sides, width: Int32 | None):
+    """For each of a thread's keys a bit a column: whether that query sees it. With two comparisons an element, where a
+    step is the first of each head, the compiler would make all of them before the first head. ``limits``, ``width``: as
+    in exponentiate(); ``lse``: any of the step's.
+    """
+    bits = []
+    for row in range(ROWS):
+        # Known with the step's statistics only: else it is made and kept for all first steps
+        end = known_with(lse, limits[ROWS + row] if width is None else limits[row] + width)
+        before = columns_below(known_with(lse, limits[row])) if sides.right else Int32(0)
+        bits.append(columns_below(end) & ~before)
+    return bits
+
+
+def visible_at(limits, bits, row, column, sides, width):
+    """Whether a thread's key is seen by the query of a column, by ``bits`` where there are any."""
+    if bits is not None:
+        return bits[row] & Int32(BIT[column]) != 0
+    first = limits[row] if sides.right else None
+    end = (limits[ROWS + row] if width is None else limits[row] + width) if sides.left else None
+    return inside(8 * (column // 2) + column % 2, first, end)
 
 
 @cute.jit

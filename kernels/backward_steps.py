@@ -12,7 +12,7 @@ from cutlass import Boolean, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup as wgmma
 
 from .args import BackwardRunTime
-from .backward_consume import DELTA, LSE, BackwardConsumer, Memory, State, Tile
+from .backward_consume import DELTA, LSE, BackwardConsumer, Keys, Memory, State, Tile
 from .backward_products import BackwardProducts
 from .backward_scores import release_queries
 from .blocks import Sides
@@ -63,12 +63,20 @@ class EarlySums(BackwardConsumer):
 
     @cute.jit
     def last_step(
-        self, products: BackwardProducts, memory: Memory, state: State, tile: Tile, warpgroup: Int32, follows: Boolean
+        self,
+        products: BackwardProducts,
+        memory: Memory,
+        state: State,
+        tile: Tile,
+        keys: Keys,
+        warpgroup: Int32,
+        follows: Boolean,
     ) -> State:
         """A head's last step, with its own dQ. ``follows``: it is not the only one."""
         ds = self.gradients(products, memory, state, tile, warpgroup, follows)
+        self.release(keys.v_pipe, keys.v_state, keys)
         self.issue_dk(products, state, tile, ds)
-        return self.last_dq(products, memory, state, warpgroup)
+        return self.last_dq(products, memory, state, tile, keys, warpgroup)
 
     @cute.jit
     def gradients(
@@ -139,17 +147,26 @@ class LateSums(BackwardConsumer):
 
     @cute.jit
     def last_step(
-        self, products: BackwardProducts, memory: Memory, state: State, tile: Tile, warpgroup: Int32, follows: Boolean
+        self,
+        products: BackwardProducts,
+        memory: Memory,
+        state: State,
+        tile: Tile,
+        keys: Keys,
+        warpgroup: Int32,
+        follows: Boolean,
     ) -> State:
         """A head's last step, with its own dQ. ``follows``: it is not the only one."""
         ds = self.gradients(products, memory, state, tile, warpgroup, follows)
+        self.release(keys.v_pipe, keys.v_state, keys)
         # Of no step, and not stored, if this is the only one: there are no branches around WGMMAs
-        dq = self.issue_dq_before(products, state)
+        before = self.issue_dq_before(products, state)
         self.issue_dk(products, state, tile, ds)
-        wgmma.wait_group(1)
+        dq = self.issue_last_dq(products, state, tile, warpgroup) if const_expr(self.config.early_release) else None
+        wgmma.wait_group(1 if dq is None else 2)
         if follows:
-            self.stage_dq(memory, dq, warpgroup)
-        return self.last_dq(products, memory, state, warpgroup)
+            self.stage_dq(memory, before, warpgroup)
+        return self.last_dq(products, memory, state, tile, keys, warpgroup, dq)
 
     @cute.jit
     def gradients(

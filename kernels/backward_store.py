@@ -2,7 +2,7 @@
 
 Sums of floats depend on their order. Where gradients shall be bit-equal (``deterministic``), each piece of dQ takes its
 K/V tiles in the order in which CTAs take these (``WorkSchedule.ordered``), so that whoever is waited for runs already;
-a counter a piece says whose turn it is.
+a counter a piece says whose turn it is. The first one stores, so that nobody has to zero these sums beforehand.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from .blocks import Band
 from .config import WARP_THREADS, WARPGROUP_THREADS, BackwardConfig
 from .phases import Phase, begin
 from .schedule import SLOTS, TileQueue
-from .workspace import add_shared
+from .workspace import add_or_store_shared, add_shared
 
 
 @cute.jit
@@ -113,11 +113,13 @@ class SumStore:
         blocks = self.band.query_blocks(n_block, config.tile_m, seqlen_q, seqlen_k, run.right, run.left)
         first, *_, end = work.blocks_of(head, blocks)
         for block in cutlass.range(first, end, unroll=1):
+            begins = None
             if const_expr(config.turns):
                 expected = self.band.turn(n_block, block, config.tile_m, seqlen_q, seqlen_k, run.right)
                 self.change_turns(turns, block, expected, block > first, warpgroup)
+                begins = expected == 0
             piece = cute.local_tile(sums[block, None], (config.piece_floats,), (warpgroup,))
-            self.add_piece(piece, shared, warpgroup)
+            self.add_piece(piece, shared, warpgroup, begins)
         if const_expr(config.turns):
             if cute.arch.lane_idx() == 0:
                 self.finish_turn(turns, end - 1, warpgroup)
@@ -148,8 +150,10 @@ class SumStore:
         give_turn(turns[block, None].iterator + warpgroup)
 
     @cute.jit
-    def add_piece(self, piece: cute.Tensor, shared: cute.Tensor, warpgroup: Int32):
-        """One step's piece, in as many parts as it is staged."""
+    def add_piece(self, piece: cute.Tensor, shared: cute.Tensor, warpgroup: Int32, begins: Boolean | None):
+        """One step's piece, in as many parts as it is staged. ``begins``: where sums have turns, whether this is the
+        first, before which nobody has zeroed the memory.
+        """
         for part in cutlass.range_constexpr(self.config.sum_rounds):
             begin(Phase.WAIT_SUMS)
             sums_barrier(BackwardBarrier.SUMS_FULL, warpgroup, arrive=False)
@@ -158,7 +162,11 @@ class SumStore:
             cute.arch.fence_view_async_shared()
             if cute.arch.lane_idx() == 0:
                 begin(Phase.ADD_SUMS)
-                add_shared(cute.local_tile(piece, (cute.size(shared),), (part,)), shared)
+                target = cute.local_tile(piece, (cute.size(shared),), (part,))
+                if const_expr(begins is None):
+                    add_shared(target, shared)
+                else:
+                    add_or_store_shared(target, shared, begins)
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
             cute.arch.sync_warp()
             sums_barrier(BackwardBarrier.SUMS_FREE, warpgroup, arrive=True)

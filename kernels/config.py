@@ -252,6 +252,10 @@ class BackwardConfig(Checked):
     sink: bool = False  # of packed sequences: row statistics also of those without keys, for the sink's gradient
     score: object | None = None
     mask: object | None = None
+    # K and V are each given back behind the last product that reads them, not where the tile ends
+    early_release: bool = False
+    predicated_output: bool = False  # of dK and dV: see DirectOutput
+    prefetch_keys: bool = False  # the next tile's K and V to L2, as soon as it is known
 
     consumer_warpgroups = 2
 
@@ -430,6 +434,7 @@ class BackwardConfig(Checked):
                 f"got {self.unused} and {self.unused_v}",
             ),
             (self.stages >= 2, f"stages must be at least 2 (the next Q is loaded under this one), got {self.stages}"),
+            (not (self.early_release and self.wide), "early_release needs head dims up to 128"),
             (
                 self.smem_bytes() <= SHARED_MEMORY_LIMIT,
                 f"shared memory must be at most {SHARED_MEMORY_LIMIT} bytes, got {self.smem_bytes()}",

@@ -1,24 +1,22 @@
 """The consumer warpgroups of the forward kernel: S = Q Kᵀ, online softmax, O += P V."""
 
 import math
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr, pipeline
 from cutlass.cute.nvgpu import warpgroup as wgmma
 
-from . import fused
 from .args import RunTime
-from .barriers import Turns, any_of_warpgroup
-from .blocks import LEFT, NO_SIDE, Band, DiagonalFirst, KeyBlocks, RowKeys, Sides
+from .barriers import Turns
+from .block_softmax import FusedSoftmax, InPlaceSoftmax, Rows
+from .blocks import LEFT, NO_SIDE, Band, DiagonalFirst, KeyBlocks, Sides
 from .config import WARPGROUP_THREADS, WARPS_PER_WARPGROUP, WGMMA_M, ForwardConfig
 from .epilogue import normalise, store_lse
-from .mask import mask_scores
 from .output import DirectOutput, Piece, StagedOutput
 from .phases import Phase, begin
-from .probabilities import Probabilities, RegisterP, SharedP
+from .probabilities import RegisterP, SharedP
 from .products import (
     Products,
     issue_output,
@@ -27,24 +25,10 @@ from .products import (
     new_accumulator,
     rows_and_columns,
 )
-from .registers import kept
 from .schedule import SLOTS, Place, Schedule, TileQueue
-from .score import Pairs, ScoreHook, known_with
+from .score import Pairs, ScoreHook
 from .sequence import rows_of
-from .softmax import QUAD, ROWS, Softmax, rescale_rows
-
-
-class Rows(NamedTuple):
-    """What one thread carries through the blocks of a tile."""
-
-    acc_o: cute.Tensor
-    probabilities: Probabilities
-    shift: cute.Tensor
-    sum: cute.Tensor
-    keys: RowKeys
-    slope: Float32 | None
-    diagonal: Int32 | None  # the key on the first row's diagonal, counted from the tile's origin; with a slope
-    pairs: Pairs | None  # of the first row and the tile's origin; with hooks of a user's own
+from .softmax import QUAD, ROWS, Softmax
 
 
 @dataclass(frozen=True)
@@ -58,6 +42,8 @@ class Consumer:
     probabilities: RegisterP | SharedP
     output: StagedOutput | DirectOutput
     hook: ScoreHook
+    in_place: InPlaceSoftmax
+    fused: FusedSoftmax
 
     @cute.jit
     def run(
@@ -253,29 +239,6 @@ class Consumer:
         probabilities = self.probabilities.start(products, scores, s_p)
         return Rows(acc_o, probabilities, shift, row_sum, keys, slope, diagonal, pairs)
 
-    def first_column(self, block: Int32) -> Int32:
-        """The thread's first key of a block, counted from the tile's origin."""
-        return block * self.config.tile_n + 2 * (cute.arch.lane_idx() % QUAD)
-
-    @cute.jit
-    def apply_hook(self, scores: cute.Tensor, rows: Rows, block: Int32, run: RunTime):
-        """One block's products to what the softmax takes, masks aside."""
-        place = None if rows.slope is None else self.first_column(block) - rows.diagonal
-        bias = None if rows.slope is None else self.hook.bias(rows.slope, place, scores[0])
-        pairs = None
-        if const_expr(self.hook.of_pairs):
-            # Known with the scores only: else what is made of it stays in registers for when the block is done again
-            key = rows.pairs.key + known_with(scores[0], self.first_column(block))
-            pairs = rows.pairs._replace(key=key)
-        self.hook.apply(rows_and_columns(scores), bias, pairs, run, self.softmax.masked)
-
-    @cute.jit
-    def mask(self, scores: cute.Tensor, rows: Rows, block: Int32, sides: cutlass.Constexpr[Sides], run: RunTime):
-        """Mask one block's scores."""
-        first_column = self.first_column(block)
-        columns = self.band.columns(rows.keys, first_column, sides, run)
-        mask_scores(rows_and_columns(scores), *columns, self.softmax.masked)
-
     @cute.jit
     def first_block(
         self,
@@ -304,14 +267,8 @@ class Consumer:
         begin(Phase.MASK)
         k_pipe.consumer_release(k_state)
         k_state.advance()
-        self.apply_hook(scores, rows, block, run)
-        if masked:
-            self.mask(scores, rows, block, self.band.sides, run)
-        begin(Phase.ROW_MAXIMUM)
-        self.softmax.set_shift(rows_and_columns(scores), rows.shift, self.hook.scale(run))
-        begin(Phase.EXPONENTIALS)
         sums = cute.make_rmem_tensor(ROWS, Float32)
-        self.softmax.exponentiate(rows_and_columns(scores), sums, rows.shift, self.hook.scale(run))
+        self.in_place.first(scores, sums, rows, masked, block, run)
         self.probabilities.claim(warpgroup, is_store_warp)
         self.softmax.add(rows.sum, sums)
         self.probabilities.keep(products, rows.probabilities, scores)
@@ -353,31 +310,12 @@ class Consumer:
         # P V runs on under the softmax here and the other warpgroups'; without overlap both products end first
         begin(Phase.WAIT_QK)
         wgmma.wait_group(1 if config.overlap else 0)
-        in_place = not self.config.fused or sides != NO_SIDE
-        if const_expr(in_place):
-            self.apply_hook(scores, rows, block, run)
-        if const_expr(sides != NO_SIDE):
-            begin(Phase.MASK)
-            self.mask(scores, rows, block, sides, run)
+        softmax = self.fused if config.fused and sides == NO_SIDE else self.in_place
+        softmax.prepare(scores, rows, block, sides, run)
         if const_expr(config.early_p):
             self.end_output(v_pipe, v_state)
         sums = cute.make_rmem_tensor(ROWS, Float32)
-        if const_expr(not in_place):
-            self.fused_softmax(products, k_state.index, scores, sums, rows, warpgroup, block, run)
-        else:
-            # Once in general, twice where a row outgrew its shift. Never more: at logits beyond 2**27 rounding alone
-            # can pass the limit.
-            outgrown, fresh = Boolean(True), Boolean(True)
-            while outgrown:
-                begin(Phase.EXPONENTIALS)
-                self.softmax.exponentiate(rows_and_columns(scores), sums, rows.shift, self.hook.scale(run))
-                if const_expr(config.early_p):
-                    self.probabilities.keep(products, rows.probabilities, scores)
-                outgrown = any_of_warpgroup(warpgroup, fresh & self.softmax.outgrown(sums))
-                if outgrown:
-                    fresh = Boolean(False)
-                    begin(Phase.CATCH_UP)
-                    self.catch_up(products, k_state.index, scores, sums, rows, run, block, sides)
+        softmax.exponentiate(products, k_state.index, scores, sums, rows, warpgroup, block, sides, run)
         k_pipe.consumer_release(k_state)
         if const_expr(not config.early_p):
             self.end_output(v_pipe, v_state)
@@ -388,100 +326,11 @@ class Consumer:
         return k_state, v_state
 
     @cute.jit
-    def fused_softmax(
-        self,
-        products: Products,
-        k_stage: Int32,
-        scores: cute.Tensor,
-        sums: cute.Tensor,
-        rows: Rows,
-        warpgroup: Int32,
-        block: Int32,
-        run: RunTime,
-    ):
-        """An unmasked block's products to probabilities: fused.py. Once more where a row outgrew its shift, or holds
-        what only the second way can do.
-        """
-        outgrown, fresh = Boolean(True), Boolean(True)
-        while outgrown:
-            self.fused_exponentials(scores, sums, rows, products, block, run, any_size=False)
-            outgrown = any_of_warpgroup(warpgroup, fresh & self.softmax.outgrown(sums))
-            if outgrown:
-                fresh = Boolean(False)
-                begin(Phase.CATCH_UP)
-                self.issue_again(products, k_stage, scores)
-                bias = self.fused_bias(rows, block, scores)
-                given = rows_and_columns(scores), sums, rows.shift, rows.sum, bias, run.polynomial, run
-                rescale_rows(rows_and_columns(rows.acc_o), fused.catch_up(self.softmax, self.hook, *given))
-                if const_expr(self.config.softcap):
-                    outgrown = Boolean(False)
-                    self.fused_exponentials(scores, sums, rows, products, block, run, any_size=True)
-
-    @cute.jit
-    def fused_exponentials(
-        self,
-        scores: cute.Tensor,
-        sums: cute.Tensor,
-        rows: Rows,
-        products: Products,
-        block: Int32,
-        run: RunTime,
-        any_size: cutlass.Constexpr[bool],
-    ):
-        begin(Phase.EXPONENTIALS)
-        added = fused.terms(self.hook, self.fused_bias(rows, block, scores), rows.shift, run)
-        fused.exponentiate(rows_and_columns(scores), sums, added, run.polynomial, run, any_size)
-        if const_expr(self.config.early_p):
-            self.probabilities.keep(products, rows.probabilities, scores)
-
-    @cute.jit
-    def fused_bias(self, rows: Rows, block: Int32, scores: cute.Tensor):
-        """The Bias of a block on one side of its rows' diagonals, or None."""
-        if const_expr(rows.slope is None):
-            return None
-        distance, slope = self.first_column(block) - rows.diagonal, rows.slope
-        if const_expr(self.config.from_diagonal):
-            slope = cutlass.select_(distance > 0, -slope, slope)
-        return replace(self.hook, alibi="linear").bias(slope, distance, scores[0])
-
-    @cute.jit
-    def issue_again(self, products: Products, k_stage: Int32, scores: cute.Tensor):
-        """Make a block's products again, which its probabilities overwrote; P V of the block before has ended then."""
-        wgmma.fence()
-        issue_scores(products, scores, k_stage)
-        wgmma.wait_group(0)
-
-    @cute.jit
     def end_output(self, v_pipe, v_state):
         """Wait for P V in flight and give V back."""
         begin(Phase.WAIT_PV)
         wgmma.wait_group(0)
         v_pipe.consumer_release(v_state)
-
-    @cute.jit
-    def catch_up(
-        self,
-        products: Products,
-        k_stage: Int32,
-        scores: cute.Tensor,
-        sums: cute.Tensor,
-        rows: Rows,
-        run: RunTime,
-        block: Int32,
-        sides: cutlass.Constexpr[Sides],
-    ):
-        """Make the block's scores again, which the exponentials overwrote, and move the shift of rows that outgrew
-        theirs; P V of the block before has ended on return.
-        """
-        self.issue_again(products, k_stage, scores)
-        self.apply_hook(scores, rows, block, run)
-        if const_expr(sides != NO_SIDE):
-            # Two comparisons an element, were they known, the compiler would keep from the first time, bit by bit
-            again = kept(block) if const_expr(sides.left and sides.right) else block
-            self.mask(scores, rows, again, sides, run)
-        scale = self.hook.scale(run)
-        rescale = self.softmax.catch_up(rows_and_columns(scores), sums, rows.shift, rows.sum, scale)
-        rescale_rows(rows_and_columns(rows.acc_o), rescale)
 
     @cute.jit
     def last_output(self, products: Products, v_pipe, v_state, rows: Rows, warpgroup: Int32):

@@ -14,6 +14,7 @@ from cutlass.memory import SmemAllocator
 from . import fused
 from .args import RunTime, TiledTensor, may_begin_early
 from .barriers import Turns
+from .block_softmax import FusedSoftmax, InPlaceSoftmax
 from .chunks import make_band, make_bounds
 from .config import SHARED_ALIGNMENT, WARPS_PER_WARPGROUP, WGMMA_M, ForwardConfig
 from .consume import Consumer
@@ -154,9 +155,10 @@ class ForwardKernel:
             o = self.output_piece(storage, o_layout, warpgroup) if config.staged_output else None
             p = self.output_piece(storage, p_layout, warpgroup) if config.shared_p else None
             probabilities = SharedP(self.dtype) if config.shared_p else RegisterP(self.dtype)
+            given = config, self.band, self.softmax, probabilities, self.hook
             consumer = Consumer(
                 config, self.dtype, self.band, self.schedule, self.turns, self.softmax, probabilities, self.output,
-                self.hook,
+                self.hook, InPlaceSoftmax(*given), FusedSoftmax(*given),
             )  # fmt: skip
             consumer.run(tensors, (s_q, s_k, s_v, p), out, o, lse, pipes, queue, run)
 

@@ -4,6 +4,19 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
+BIT = tuple(1 << column if column < 31 else -(1 << 31) for column in range(32))  # of a column, as an Int32
+
+
+@cute.jit
+def columns_below(place: Int32) -> Int32:
+    """A bit for each of up to 32 columns, as mask_scores() counts them, whose place is below ``place``."""
+    return cute.arch.inline_ptx(
+        "{ .reg .b32 columns, more; shr.s32 columns, {$r0}, 3; and.b32 more, {$r0}, 7; min.s32 more, more, 2;"
+        " mad.lo.s32 columns, columns, 2, more; max.s32 columns, columns, 0; bmsk.clamp.b32 {$w0}, 0, columns; }",
+        write_only_types=[Int32],
+        read_only_args=[place],
+    )
+
 
 def inside(place, first, limit):
     """Whether ``first <= place < limit``, with constant ``place`` a comparison each; None: no bound."""

@@ -119,6 +119,7 @@ class DirectOutput:
 
     dtype: type
     head_dim_v: int
+    predicated: bool = False  # no branch around a store: the exchanges of all groups overlap
 
     def target(self, out: cute.Tensor, layout: cute.ComposedLayout) -> cute.Tensor:
         return out
@@ -144,6 +145,7 @@ class DirectOutput:
             columns = out[row, None, piece.head, piece.batch]
             # How many columns there are from this lane's first one on
             present = cutlass.select_(row < seqlen_q, head_dim_v, Int32(0)) - piece.first_column - GROUP * lane
+            own_columns = columns.iterator + (piece.first_column + GROUP * lane)
             for first in cutlass.range_constexpr(0, groups, QUAD):
                 # Of the last groups there may be fewer than lanes
                 given = [pairs[index, first + group] if first + group < groups else Int32(0) for group in range(QUAD)]
@@ -152,12 +154,22 @@ class DirectOutput:
                 for word in cutlass.range_constexpr(QUAD):
                     whole[word] = own[word]
                 has_group = Boolean(True) if first + QUAD <= groups else lane < groups - first
-                if has_group and GROUP * first < present:
+                if const_expr(self.predicated):
+                    store_words(own_columns + GROUP * first, own, has_group & (GROUP * first < present))
+                elif has_group and GROUP * first < present:
                     target = cute.local_tile(columns, (GROUP,), (piece.first_column // GROUP + first + lane,))
                     cute.copy(store, cute.recast_tensor(whole, self.dtype), target)
 
     def finish(self, in_store_warp: Boolean):
         """A CTA's writes to global memory outlive it."""
+
+
+def store_words(pointer, words, wanted):
+    """The QUAD ``words`` to global memory, where ``wanted``."""
+    places = ", ".join(f"{{$r{1 + index}}}" for index in range(QUAD))
+    cute.arch.inline_ptx(
+        f"st.global.v4.b32 [{{$r0}}], {{{places}}};", read_only_args=[pointer, *words], predicate=wanted
+    )
 
 
 def transpose(words, lane):

@@ -6,7 +6,7 @@ it back.
 """
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Boolean, Float32, Int32
 
 from .config import WARPGROUP_THREADS
 
@@ -51,5 +51,22 @@ def add_shared(memory: cute.Tensor, shared: cute.Tensor):
     cute.arch.inline_ptx(
         "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [{$r0}], [{$r1}], {$r2};",
         read_only_args=[memory.iterator, shared.iterator, Int32(cute.size(shared) * Float32.width // 8)],
+    )
+    cute.arch.cp_async_bulk_commit_group()
+
+
+@cute.jit
+def add_or_store_shared(memory: cute.Tensor, shared: cute.Tensor, begins: Boolean):
+    """The same; where it ``begins`` the sum, ``memory`` holds nothing yet. Without a branch: registers."""
+    cute.arch.inline_ptx(
+        "{ .reg .pred begins; setp.ne.s32 begins, {$r3}, 0;"
+        " @begins cp.async.bulk.global.shared::cta.bulk_group [{$r0}], [{$r1}], {$r2};"
+        " @!begins cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [{$r0}], [{$r1}], {$r2}; }",
+        read_only_args=[
+            memory.iterator,
+            shared.iterator,
+            Int32(cute.size(shared) * Float32.width // 8),
+            Int32(begins),
+        ],
     )
     cute.arch.cp_async_bulk_commit_group()

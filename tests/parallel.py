@@ -2,8 +2,8 @@
 
 Most of the time of GPU tests goes into compiling kernels, one CPU core each. Each process takes a group of tests, runs
 it and takes the next (conftest.py's --claims), so all end at about the same time. Says every 20 s how far they are,
-prints what each says last and, where something failed or was interrupted, all that it said; exit status 0 only if all
-passed and each test ran once.
+prints what each says last and, where something failed or was interrupted, all that it said, and which tests did not
+run; exit status 0 only if all passed and each test ran once.
 """
 
 import os
@@ -35,10 +35,13 @@ def main(jobs, arguments):
         try:
             statuses = wait(running, logs, started)
         except KeyboardInterrupt:
-            for index, process in running.items():
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # timeout(1) may send another to the whole group
+            for process in running.values():
                 process.terminate()
+            for index, process in running.items():
                 process.wait()
                 print(f"process {index + 1} of {jobs}, interrupted:\n{text_of(logs[index])}", flush=True)
+            print("\n".join(miscounted(Path(folder), told=sys.maxsize)), flush=True)
             return INTERRUPTED
         totals = Counter()
         for log in logs:

@@ -17,7 +17,7 @@ from simulated_memory import WARP_ROWS, WARPGROUP_ROWS, Columns, Memory, Registe
 class Outputs:
     """DirectOutput: a warp's rows to global memory."""
 
-    def __init__(self, dtype, columns):
+    def __init__(self, dtype, columns, predicated=False):
         pass
 
     def store(self, target, _layout, registers, _memory, piece):
@@ -82,7 +82,8 @@ class Replacements:
             },
             "output": {"DirectOutput": Outputs},
             "workspace": {
-                "write_piece": self.write_piece, "read_piece": self.read_piece, "add_shared": self.add_shared
+                "write_piece": self.write_piece, "read_piece": self.read_piece, "add_shared": self.add_shared,
+                "add_or_store_shared": self.add_shared,
             },
             "backward_role": {"words_of": identity},
             "registers": {"released_by_first_lane": identity},
@@ -176,13 +177,13 @@ class Replacements:
 
         return add_head
 
-    def add_shared(self, memory, shared):
-        """A bulk copy: it reads later, and adds later than that."""
+    def add_shared(self, memory, shared, begins=False):
+        """A bulk copy: it reads later, and adds (or stores) later than that."""
         agent, target = self.simulation.current, memory.array
         tile = self.tiles[agent]
 
         def add(values):
-            target[:] += values
+            target[:] = values if begins else target + values
             self.additions[target.ctypes.data].append(tile)
 
         def read():

@@ -162,13 +162,29 @@ def run_queries(problem, seed, edits=(), head_dim=256):
 class KeysLaunch(Launch):
     """The main kernel: dK and dV, and dQ where its configuration has sums."""
 
-    def __init__(self, problem, seed, edits, head_dims, tile_m=WARPGROUP_ROWS, deterministic=False, split_tail=False):
+    def __init__(
+        self,
+        problem,
+        seed,
+        edits,
+        head_dims,
+        tile_m=WARPGROUP_ROWS,
+        deterministic=False,
+        split_tail=False,
+        early_release=False,
+    ):
         super().__init__(problem, seed, edits)
         shape, kernels = problem.shape, self.kernels
         split = shape.split > 1
         options = (tile_m, 2, deterministic, split, split_tail, 0, 0, shape.left is not None, problem.packed)
         self.config = config = kernels["config"].BackwardConfig(
-            "bfloat16", *head_dims, shape.bounded, *options, chunked=shape.chunk is not None
+            "bfloat16",
+            *head_dims,
+            shape.bounded,
+            *options,
+            chunked=shape.chunk is not None,
+            early_release=early_release,
+            prefetch_keys=early_release,
         )
         self.band = self.band(config)
         self.work = kernels["backward_work"]
@@ -196,7 +212,9 @@ class KeysLaunch(Launch):
         pieces = (shape.batch, shape.heads, self.steps, config.consumer_warpgroups)
         self.class_of_store = kernels["backward_store"].SumStore
         self.class_of_store.add_head = self.replacements.add_head(self.class_of_store.add_head)
-        self.sums, self.turns = Memory(np.zeros((*pieces, *parts))), Memory(np.zeros(pieces, int))
+        # Where there are turns nobody zeroes the sums
+        self.sums = Memory(np.full((*pieces, *parts), np.nan if config.turns else 0.0))
+        self.turns = Memory(np.zeros(pieces, int))
 
     def tail(self):
         """``(whole_tiles, parts)`` by chance."""
@@ -294,6 +312,9 @@ class KeysLaunch(Launch):
         if self.config.column_pieces > 1:
             by_rows = self.sums.array.transpose(0, 1, 2, 5, 3, 4, 6)
         queries = by_rows.reshape(batch, heads, -1, HEAD_DIM)
+        # As the kernel behind: 0 where a query sees no key
+        lse = self.problem.statistics(self.config.tile_m)[..., : self.config.tile_m].swapaxes(1, 2)
+        queries = np.where(np.isinf(lse).reshape(batch, heads, -1, 1), 0, queries)
         return self.problem.rows_in_lines(queries.swapaxes(1, 2), self.config.tile_m)
 
 

@@ -20,13 +20,15 @@ DIMS = (
 )  # fmt: skip
 FEW = (DIMS[0], DIMS[2], DIMS[4])
 MASKS = ({}, {"causal": True}, {"window_size": (70, 30)})
-HOOKS = ("softcap", "sink", "alibi", "slopes of a sequence")
+HOOKS = ("softcap", "sink", "alibi")
+# What runs on the same kernels
+SLOPES = ("alibi", "slopes of a sequence")
 # Sequences without keys or queries among others; unused rows between them; shorter than they are stored
 CASES = (RAGGED, EMPTY, SPARE, USED, CROSSED)
 
 
 def hook(name, case, device, seed=3):
-    """The options of one of HOOKS, random where they may be."""
+    """The options of one of HOOKS or SLOPES, random where they may be."""
     generator = torch.Generator().manual_seed(seed)
     normal = torch.randn(len(case.lengths_q), case.heads, generator=generator).to(device)
     return {
@@ -37,12 +39,18 @@ def hook(name, case, device, seed=3):
     }[name]
 
 
+def hooks(name, case, device):
+    """The options of all that runs on one hook's kernels."""
+    return [hook(each, case, device) for each in (SLOPES if name == "alibi" else (name,))]
+
+
 @pytest.mark.kernels("hooks", "name", "mask")
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 @pytest.mark.parametrize("name", HOOKS)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.mix)
 def test_values_and_gradients(case, name, mask, device):
-    check_both(case, device, **hook(name, case, device), **mask)
+    for given in hooks(name, case, device):
+        check_both(case, device, **given, **mask)
 
 
 @pytest.mark.parametrize("name", HOOKS)
@@ -50,11 +58,12 @@ def test_values_and_gradients(case, name, mask, device):
 def test_head_dims(dims, name, device):
     for case, mask in ((RAGGED, MASKS[1]), (EMPTY, MASKS[0])):
         case = of_dims(case, *dims)
-        check_both(case, device, **hook(name, case, device), **mask)
+        for given in hooks(name, case, device):
+            check_both(case, device, **given, **mask)
 
 
 @pytest.mark.parametrize("dims", FEW, ids=str)
-@pytest.mark.parametrize("pair", [*itertools.combinations(HOOKS[:3], 2), HOOKS[:3]], ids=str)
+@pytest.mark.parametrize("pair", [*itertools.combinations(HOOKS, 2), HOOKS], ids=str)
 def test_hooks_together(pair, dims, device):
     for case, mask in ((USED, MASKS[1]), (EMPTY, MASKS[2])):
         case = of_dims(case, *dims)
@@ -67,7 +76,8 @@ def test_hooks_together(pair, dims, device):
 @pytest.mark.parametrize("name", HOOKS)
 def test_groups_of_heads(name, heads, heads_k, device):
     case = replace(RAGGED, heads=heads, heads_k=heads_k)
-    check_both(case, device, **hook(name, case, device), causal=True)
+    for given in hooks(name, case, device):
+        check_both(case, device, **given, causal=True)
 
 
 @pytest.mark.parametrize("dims", FEW, ids=str)
@@ -166,13 +176,14 @@ def test_chunks_longer_than_the_keys(chunk, device):
 def test_chunks_with_hooks(name, dims, device):
     for case, mask in itertools.product((RAGGED, EMPTY), MASKS[:2]):
         case = of_dims(case, *dims)
-        check_both(case, device, attention_chunk=90, **hook(name, case, device), **mask)
+        for given in hooks(name, case, device):
+            check_both(case, device, attention_chunk=90, **given, **mask)
 
 
 # All
 
 
-@pytest.mark.parametrize("name", (*HOOKS, "chunk"))
+@pytest.mark.parametrize("name", (*HOOKS, "slopes of a sequence", "chunk"))
 def test_sequences_one_by_one_have_the_same_bits_under_one_plan(name, device):
     """Those of flash_attn_func."""
     case = replace(CROSSED, causal=True)
@@ -194,7 +205,7 @@ def test_sequences_one_by_one_have_the_same_bits_under_one_plan(name, device):
 
 @pytest.mark.parametrize("case", [replace(CROSSED, causal=True), USED], ids=lambda case: case.mix)
 def test_neighbours_of_nan_change_no_bit(case, device):
-    sink, slopes = (hook(name, case, device) for name in HOOKS[1::2])
+    sink, slopes = (hook(name, case, device) for name in ("sink", "slopes of a sequence"))
     check_neighbours_of_nan(case, device, **sink, **slopes, attention_chunk=150)
 
 

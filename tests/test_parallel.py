@@ -1,5 +1,6 @@
 """Tests in several processes: each runs once, whoever is free takes the next, and a failure anywhere is a failure."""
 
+import re
 import subprocess
 import sys
 import textwrap
@@ -130,9 +131,12 @@ def test_an_interrupted_run_says_what_it_knows(tmp_path):
     while not started.exists():
         assert process.poll() is None
         time.sleep(0.05)
-    process.terminate()
+    for _ in range(2):
+        process.terminate()
+        time.sleep(0.05)
     said, _ = process.communicate(timeout=30)
     assert process.returncode == 130 and "process 1 of 1, interrupted:\n." in said
+    assert re.search(r"1 of 2 tests did not run to their end: \S*test_slow", said)
 
 
 def test_progress_counts_tests():

@@ -463,6 +463,9 @@ def test_sections_of_gradients_keep_queries_and_sums_in_l2():
     assert sections(seqlen_q=1100) == 4  # 7 would fit: a power of two
     assert sections(seqlen_q=2**20) == 1
     assert sections(seqlen_q=1, batch=1) == 4  # never more than there are
+    # With a window the queries that a tile visits: 19 steps, and 5
+    assert sections(seqlen_q=2**16, seqlen_k=2**16, right=0, left=1000) == 4
+    assert sections(seqlen_q=2**16, seqlen_k=2**16, right=0, left=128) == 8
     assert sections(right=None) == 1
     assert sections(right=None, deterministic=True) == 8
     # A kernel without sums: half the bytes, and no turns

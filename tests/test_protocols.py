@@ -37,6 +37,8 @@ KINDS = {
     "early sums, in order": partial(run_keys, head_dims=(128, 128), deterministic=True),
     "late sums": partial(run_keys, head_dims=(64, 64), tile_m=128),
     "late sums, in order": partial(run_keys, head_dims=(64, 64), tile_m=128, deterministic=True),
+    "early sums, early release": partial(run_keys, head_dims=(128, 128), early_release=True),
+    "late sums, early release": partial(run_keys, head_dims=(64, 64), tile_m=128, early_release=True),
     "roles, split tail": partial(run_tail, head_dims=(256, 256)),
     "early sums, split tail": partial(run_tail, head_dims=(128, 128)),
     "late sums, split tail": partial(run_tail, head_dims=(64, 64), tile_m=128),
@@ -118,6 +120,26 @@ FAULTS = {
         "ds = self.score_gradients(tile, dp, delta)\n        if follows:\n"
         "            self.wait_scores(warpgroup, state.parity ^ 1)",
         "ds = self.score_gradients(tile, dp, delta)",
+    ),
+    "K is given back under a tile's last dQ": (
+        "early sums, early release", "backward_consume",
+        "wgmma.wait_group(0)\n        self.release(keys.k_pipe, keys.k_state, keys)",
+        "self.release(keys.k_pipe, keys.k_state, keys)\n        wgmma.wait_group(0)",
+    ),
+    "V is given back after each head": (
+        "late sums, early release", "backward_consume", "if keys.last:", "if True:"
+    ),
+    "K and V of a tile that nobody sees are kept": (
+        "late sums, early release, window", "backward_consume",
+        "whole = head >= work.last_head if const_expr(config.early_release) else True",
+        "whole = not config.early_release",
+    ),
+    "S does not wait for K": (
+        "late sums, early release", "backward_consume", "keys.k_pipe.consumer_wait(keys.k_state)", "pass"
+    ),
+    "a head's last dQ does not wait for the other's dS": (
+        "late sums, early release", "backward_consume",
+        "self.wait_scores(warpgroup, state.parity)\n        return", "return",
     ),
     "a bulk copy still reads": (
         "early sums", "backward_store", "cute.arch.cp_async_bulk_wait_group(0, read=True)", "pass"

@@ -23,11 +23,13 @@ DIMS = (
 )  # fmt: skip
 MASKS = ({}, {"causal": True}, {"window_size": (70, 30)})
 LENGTHS = ((113, 255), (255, 113), (512, 512), (300, 1500))
-HOOKS = ("softcap", "sink", "alibi", "slopes of a batch entry")
+HOOKS = ("softcap", "sink", "alibi")
+# What runs on the same kernels
+SLOPES = ("alibi", "slopes of a batch entry")
 
 
 def hook(name, case, device="cuda", seed=3):
-    """The options of one of HOOKS, random where they may be."""
+    """The options of one of HOOKS or SLOPES, random where they may be."""
     generator = torch.Generator().manual_seed(seed)
     normal = torch.randn(case.batch, case.heads, generator=generator).to(device)
     return {
@@ -37,6 +39,11 @@ def hook(name, case, device="cuda", seed=3):
         "alibi": {"alibi_slopes": normal[0] * 2.0 ** -torch.arange(case.heads, device=device)},
         "slopes of a batch entry": {"alibi_slopes": normal / 16},
     }[name]
+
+
+def hooks(name, case, device):
+    """The options of all that runs on one hook's kernels."""
+    return [hook(each, case, device) for each in (SLOPES if name == "alibi" else (name,))]
 
 
 def case_of(head_dim, head_dim_v, dtype, **changes):
@@ -73,11 +80,12 @@ def check_sink(q, k, v, out, lse, dout, dlse, *, sink, **options):
 def test_values_and_gradients(dims, name, options, device):
     for seqlen_q, seqlen_k in LENGTHS:
         case = case_of(*dims, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
-        check_both(*case.inputs(device), **hook(name, case, device), **options)
+        for given in hooks(name, case, device):
+            check_both(*case.inputs(device), **given, **options)
 
 
 @pytest.mark.parametrize("dims", [DIMS[0], DIMS[4], DIMS[6], DIMS[7]], ids=str)
-@pytest.mark.parametrize("pair", [*itertools.combinations(HOOKS[:3], 2), HOOKS[:3]], ids=str)
+@pytest.mark.parametrize("pair", [*itertools.combinations(HOOKS, 2), HOOKS], ids=str)
 def test_hooks_together(pair, dims, device):
     case = case_of(*dims, seqlen_q=255, seqlen_k=600)
     options = {key: value for name in pair for key, value in hook(name, case, device).items()}
@@ -90,7 +98,8 @@ def test_hooks_together(pair, dims, device):
 @pytest.mark.parametrize("name", HOOKS)
 def test_groups_of_heads(name, group, heads_k, device):
     case = replace(SMALL, seqlen_q=255, seqlen_k=600, heads=group * heads_k, heads_k=heads_k)
-    check_both(*case.inputs(device), **hook(name, case, device), causal=True)
+    for given in hooks(name, case, device):
+        check_both(*case.inputs(device), **given, causal=True)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
@@ -240,7 +249,7 @@ def test_chunks_longer_than_the_keys(device):
         check_both(q, k, v, attention_chunk=chunk, window_size=(-1, 200))
 
 
-@pytest.mark.parametrize("name", HOOKS[:3])
+@pytest.mark.parametrize("name", HOOKS)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_chunks_with_hooks(head_dim, name, device):
     case = case_of(head_dim, head_dim, "bfloat16", seqlen_q=255, seqlen_k=600)
@@ -288,7 +297,7 @@ def test_values_are_read_at_each_call(device):
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("name", HOOKS[:3])
+@pytest.mark.parametrize("name", HOOKS)
 def test_deterministic_gradients_repeat(name, head_dim, device):
     case = Case(2, 700, 900, 4, 2, head_dim, head_dim, causal=True)
     q, k, v = case.inputs(device)
