@@ -23,7 +23,7 @@ help:
 	@echo "               memory, and the kernel compiled to sm_90a"
 	@echo "make test      all tests; those that need a Hopper GPU are skipped where there is none"
 	@echo "make test-gpu  the tests that need a Hopper GPU; fails where there is none"
-	@echo "               JOBS=8: dealt out to so many processes, because compiling takes most of the time"
+	@echo "               JOBS=8, also of make test: dealt out to so many processes; compiling takes most of the time"
 	@echo "make lint      ruff: rules and formatting"
 	@echo "make sass      registers, spills and main-loop instructions of the forward kernels and the gradients' main ones;"
 	@echo "               needs no GPU"
@@ -55,7 +55,11 @@ demo: $(SETUP)
 	@$(PYTHON) -m hopper_fa3 demo $(ARGS)
 
 test: $(SETUP)
+ifdef JOBS
+	@$(PYTHON) tests/parallel.py $(JOBS) $(ARGS)
+else
 	$(PYTHON) -m pytest $(ARGS)
+endif
 
 test-gpu: $(SETUP)
 ifdef JOBS
