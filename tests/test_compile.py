@@ -95,9 +95,11 @@ def test_machine_code_of_gradients(static, chosen):
     assert found.counts["UTMALDG"] >= 4
     assert found.counts["USETMAXREG"] == 2
     assert found.registers == 65536 // config.threads // 8 * 8
-    # An exponential a score in three or four places, in the unmasked loop but for the polynomials, and a few for the
-    # tile scheduler's divisions
-    exponentials = (1 + loops + seconds) * config.tile_m // 2 - config.tile_m // 2 * config.polynomial_columns // 4
+    # An exponential a score in three to five places but for the polynomials, in the unmasked loop or with a left bound
+    # in all, and a few for the tile scheduler's divisions
+    places = 1 + loops + seconds
+    polynomials = (places if static.left_bound else 1) * config.polynomial_columns / 4
+    exponentials = config.tile_m // 2 * (places - polynomials)
     assert exponentials <= found.counts["MUFU"] <= exponentials + 32
 
 
