@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 from simulated_backward import Replacements
 from simulated_cutlass import PipelineState, StandIn, identity
-from simulated_dsl import Cta, Pipe, require
+from simulated_dsl import WARP_THREADS, Cta, Pipe, require
 from simulated_lanes import Accumulator, Few, LaneView, with_lanes, with_scalar_lane
 from simulated_launch import HEAD_DIM, Launch, Shape
 from simulated_memory import WARPGROUP_ROWS, Memory, Registers, Stages, Tensor, Tiles
@@ -21,15 +21,13 @@ from simulated_packed import PackedProblem
 HEAD_DIM_V = 8  # columns of one group of a WGMMA's accumulator
 CONSUMERS = 4  # the first warp of the consumers
 LARGEST_P = 65504  # of fp16
-NEIGHBOURS = 8  # keys of one spread
+NEIGHBOURS = 16  # keys
 LOG2_E = math.log2(math.e)
 
 
 @dataclass(frozen=True)
 class Attention(Shape):
-    """A Shape, and what makes scores of its products. ``spreads``: factors of queries and of neighbouring keys, by
-    chance.
-    """
+    """A Shape, and what makes scores of its products. ``spreads``: factors of queries and of keys, by chance."""
 
     scale: float = 0.5
     softcap: float = 0.0
@@ -50,8 +48,12 @@ class ForwardProblem:
         self.q, self.k = chance.normal(size=(*rows, HEAD_DIM)), chance.normal(size=(*keys, HEAD_DIM))
         self.v = chance.normal(size=(*keys, HEAD_DIM_V))
         self.q *= chance.choice(shape.spreads, size=(*rows, 1))
-        of_keys = chance.choice(shape.spreads, size=(shape.batch, -(-shape.seqlen_k // NEIGHBOURS), 1, 1))
-        self.k *= np.repeat(of_keys, NEIGHBOURS, 1)[:, : shape.seqlen_k]
+        # Neighbours are alike, or differ in size alone
+        groups = np.arange(shape.seqlen_k) // NEIGHBOURS
+        alike = groups % 2 == 0
+        self.k[:, alike] = self.k[:, groups[alike] * NEIGHBOURS] + 0.3 * self.k[:, alike]
+        spread = chance.choice(shape.spreads, size=shape.seqlen_k)
+        self.k *= np.where(alike, spread[groups], spread)[:, None, None]
         self.slopes = chance.choice(shape.slopes or (0.0,), size=(shape.batch, shape.heads))
         # Of all sequences the same
         self.sink = None if shape.sink is None else shape.sink + np.arange(shape.heads)
@@ -260,7 +262,7 @@ class ForwardReplacements(Replacements):
 
     def store_lse(self, one_lane, lse, values, first_row, head, batch):
         for self.lane, row in enumerate(first_row):
-            one_lane(lse, [value[self.lane] for value in values], row, head, batch)
+            one_lane(lse, [np.broadcast_to(value, WARP_THREADS)[self.lane] for value in values], row, head, batch)
         self.lane = 0
 
     def store_directly(self, output, out, shared, acc_o, pv_add, piece):
