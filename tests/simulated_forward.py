@@ -261,8 +261,9 @@ class ForwardReplacements(Replacements):
         return target
 
     def store_lse(self, one_lane, lse, values, first_row, head, batch):
+        of_lanes = np.array([np.broadcast_to(value, WARP_THREADS) for value in values]).T
         for self.lane, row in enumerate(first_row):
-            one_lane(lse, [np.broadcast_to(value, WARP_THREADS)[self.lane] for value in values], row, head, batch)
+            one_lane(lse, of_lanes[self.lane], row, head, batch)
         self.lane = 0
 
     def store_directly(self, output, out, shared, acc_o, pv_add, piece):

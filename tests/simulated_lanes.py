@@ -1,5 +1,5 @@
-"""A warp's registers lane by lane, for kernels whose arithmetic shall run as it is written: each value is an array of 32
-lanes, in float32, and what the kernels write in PTX is executed instruction by instruction.
+"""A warp's registers lane by lane, for kernels whose arithmetic shall run as it is written: each value is an array of
+32 lanes, in float32, and what the kernels write in PTX is executed instruction by instruction.
 """
 
 import functools
@@ -105,7 +105,7 @@ def inline_ptx(text, write_only_types, read_only_args):
     for function, target, operands in instructions(text):
         given = (registers[operand] if isinstance(operand, str) else operand for operand in operands)
         registers[target] = function(*given)
-    found, (kind,) = np.broadcast_to(registers["$w0"], WARP_THREADS), write_only_types
+    found, (kind,) = registers["$w0"], write_only_types
     return found.view(np.float32) if kind is np.float32 else found.view(np.int32).view(Whole)
 
 

@@ -12,17 +12,27 @@ from simulated_dsl import ProtocolError
 from simulated_forward import Attention, ForwardProblem, PackedForwardProblem, run_forward
 
 QUERIES = (1, 7, 63, 64, 65, 100, 130, 200)
-KEYS = (1, 7, 15, 16, 17, 48, 100, 130)
+KEYS = (1, 15, 16, 17, 48, 90)
 MIXED = (0.1, 1.0, 10.0)  # some scores are beyond half the cap, and rows outgrow their shifts
 # What a kind of kernel has; a list: one of these by chance
 KINDS = {
     "ALiBi from the diagonal": {"slopes": [(0.3,), (-0.2,), (6.0, 0.5), (0.5, -0.1, 4.0)]},
-    "ALiBi from the diagonal, softcap": {"slopes": [(0.3,), (-0.2, 4.0)], "softcap": [5.0, 30.0, 200.0], "spreads": MIXED},
+    "ALiBi from the diagonal, softcap": {
+        "slopes": [(0.3,), (-0.2, 4.0)],
+        "softcap": [5.0, 30.0, 200.0],
+        "spreads": MIXED,
+    },
     "ALiBi, causal": {"slopes": [(0.3,), (-0.2,), (6.0, 0.5)], "right": 0},
     "ALiBi, right bound": {"slopes": [(0.3,), (-0.2,), (6.0, 0.5)], "right": [1, 20]},
     "ALiBi, window": {"slopes": [(0.3,), (-0.2, 4.0)], "right": [0, 20], "left": [0, 30, 70]},
     "softcap": {"softcap": [5.0, 30.0, 200.0], "right": [None, 0], "spreads": [(0.3,), MIXED]},
-    "softcap, ALiBi, causal": {"softcap": [5.0, 30.0, 200.0], "slopes": [(0.3, -0.2), (4.0,)], "right": 0, "spreads": MIXED},
+    "softcap, few are large": {"softcap": 5.0, "spreads": (*(0.1,) * 15, 10.0)},
+    "softcap, ALiBi, causal": {
+        "softcap": [5.0, 30.0, 200.0],
+        "slopes": [(0.3, -0.2), (4.0,)],
+        "right": 0,
+        "spreads": MIXED,
+    },
     "softcap, window": {"softcap": 5.0, "right": [0, 20], "left": [0, 30, 70], "spreads": MIXED},
     "softcap, sink": {"softcap": 5.0, "right": [None, 0], "sink": [-2.0, 30.0], "spreads": MIXED},
     "plain": {"right": [None, 0, 20], "spreads": [(1.0,), MIXED]},
@@ -36,7 +46,7 @@ TILES = (
     {"tile_m": 192}, {"tile_m": 192, "pingpong": False}, {"tile_m": 192, "shared_p": True},
     {"shared_p": True, "pingpong": False},
 )  # fmt: skip
-SEEDS = range(12)
+SEEDS = range(6)
 
 
 def drawn(chance, options):
@@ -45,8 +55,9 @@ def drawn(chance, options):
 
 def shape_of(kind, chance, **lengths):
     """An Attention but for what ``lengths`` leaves out."""
-    others = {"batch": chance.choice((1, 1, 2)), "right": None, "scale": chance.choice((0.5, 0.5, -0.5))}
-    others |= {"heads_k": chance.choice((1, 1, 2)), "group": chance.choice((1, 2))}
+    batch, heads_k, group = chance.choice(((1, 1, 1), (1, 1, 2), (1, 2, 1), (2, 1, 1), (1, 2, 2)))
+    others = {"batch": batch, "heads_k": heads_k, "group": group, "right": None}
+    others |= {"scale": chance.choice((0.5, 0.5, -0.5))}
     others |= {"ctas": chance.choice((1, 2)), "section": chance.choice((1, 2))}
     return {**others, **drawn(chance, KINDS[kind]), **lengths}
 
@@ -66,12 +77,12 @@ def test_results_whatever_the_order(kind, seed):
 
 
 # Fewer queries than keys, as many, more; both ends ragged, and blocks behind and in front of all diagonals
-@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(129, 129), (70, 250), (250, 70), (128, 96), (1, 130)])
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(129, 129), (70, 200), (200, 70), (128, 96), (1, 130)])
 @pytest.mark.parametrize("kind", ["ALiBi from the diagonal", "ALiBi from the diagonal, softcap"])
 def test_order_from_the_diagonal(kind, seqlen_q, seqlen_k):
-    for tile in range(3):
+    for tile in range(2):
         given, _ = problem(kind, tile, seqlen_q=seqlen_q, seqlen_k=seqlen_k, batch=1, heads_k=1)
-        run_forward(given, tile, tile_n=(16, 32, 80)[tile])
+        run_forward(given, tile, tile_n=(16, 80)[tile])
 
 
 def packed_problem(kind, seed):
@@ -86,7 +97,7 @@ def packed_problem(kind, seed):
 PACKED = ["ALiBi from the diagonal", "ALiBi, causal", "softcap, ALiBi, causal", "softcap, sink", "window", "chunks"]
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("kind", PACKED)
 def test_results_of_packed_sequences(kind, seed):
     given, options = packed_problem(kind, seed)
@@ -95,16 +106,14 @@ def test_results_of_packed_sequences(kind, seed):
 
 # With and without a large score of its own, beside rows that need no second pass and rows that do
 @pytest.mark.parametrize("spread", [0.1, 3.0])
-@pytest.mark.parametrize(
-    "kind", ["softcap", "ALiBi from the diagonal", "ALiBi from the diagonal, softcap", "softcap, ALiBi, causal"]
-)
+@pytest.mark.parametrize("kind", ["softcap", "ALiBi from the diagonal", "softcap, ALiBi, causal"])
 def test_bits_of_a_row_are_its_own(kind, spread):
-    lengths = {"seqlen_q": 130, "seqlen_k": 130, "batch": 1, "scale": 0.5, "spreads": (1.0,)}
+    lengths = {"seqlen_q": 130, "seqlen_k": 100, "batch": 1, "scale": 0.5, "spreads": (1.0,)}
     lengths |= {"slopes": (0.02, -0.02)} if "slopes" in KINDS[kind] else {}
     given, _ = problem(kind, 0, **lengths)
     rows, found = [0, 5, 13, 63, 64, 100, 129], []
     same, again = spread * given.q[:, rows], []
-    for others in (0.1, 1.0, 20.0):
+    for others in (0.1, 20.0):
         given.q *= others
         given.q[:, rows] = same
         given.define()
@@ -116,7 +125,7 @@ def test_bits_of_a_row_are_its_own(kind, spread):
 
 
 def test_results_do_not_depend_on_the_order():
-    given, options = problem("ALiBi from the diagonal, softcap", 0, seqlen_q=130, seqlen_k=100)
+    given, options = problem("ALiBi from the diagonal, softcap", 0, seqlen_q=130, seqlen_k=60)
     first, *others = ([x.tobytes() for x in run_forward(given, seed, **options)[:2]] for seed in range(3))
     assert all(other == first for other in others)
 
@@ -198,13 +207,14 @@ FAULTS = {
         CAPPED, {}, "fused", "cutlass.select_(largest < bits(small.limit), sums[row], Float32(math.inf))", "sums[row]"
     ),
     "one of two scores is looked at": (
-        CAPPED, {}, "fused", "max.s32 a, a, b; max.s32 {$w0}, {$r0}, a;", "max.s32 {$w0}, {$r0}, a;"
+        "softcap, few are large", {}, "fused", "max.s32 a, a, b; max.s32 {$w0}, {$r0}, a;", "max.s32 {$w0}, {$r0}, a;"
     ),
     "no second way behind the first": (
         CAPPED, {}, "block_softmax", "sums, rows, block, run, any_size=True)", "sums, rows, block, run, any_size=False)"
     ),
     "a row falls below its shift": (
-        CAPPED, {}, "fused", "largest_exponent(scores, row, shift[row], whole", "largest_exponent(scores, row, -1e6, whole"
+        CAPPED, {}, "fused", "largest_exponent(scores, row, shift[row], whole",
+        "largest_exponent(scores, row, -1e6, whole",
     ),
     "products are not made again": (
         CAPPED, {}, "block_softmax", "issue_again(products, k_stage, scores)\n                bias", "bias"
@@ -240,16 +250,21 @@ FAULTS = {
         "k_pipe.consumer_release(k_state)\n"
         "        softmax.exponentiate(products, k_state.index, scores, sums, rows, warpgroup, block, sides, run)",
     ),
-    "V is kept": ("plain", {}, "consume", "wgmma.wait_group(0)\n        v_pipe.consumer_release(v_state)", "wgmma.wait_group(0)"),
+    "V is kept": (
+        "plain", {}, "consume", "wgmma.wait_group(0)\n        v_pipe.consumer_release(v_state)", "wgmma.wait_group(0)"
+    ),
     "V is given back under P V": (
         "plain", {}, "consume", "wgmma.wait_group(0)\n        v_pipe.consumer_release(v_state)",
         "v_pipe.consumer_release(v_state)\n        wgmma.wait_group(0)",
     ),
     "V is read before it is there": (
-        "plain", {}, "consume", "v_pipe.consumer_wait(v_state)\n        begin(Phase.ISSUE_PV)\n        self.probabilities.meet(warpgroup, in_turn=self",
+        "plain", {}, "consume", "v_pipe.consumer_wait(v_state)\n        begin(Phase.ISSUE_PV)\n"
+        "        self.probabilities.meet(warpgroup, in_turn=self",
         "begin(Phase.ISSUE_PV)\n        self.probabilities.meet(warpgroup, in_turn=self",
     ),
-    "S is read in flight": ("plain", {}, "consume", "wgmma.wait_group(1 if config.overlap else 0)", "wgmma.wait_group(2)"),
+    "S is read in flight": (
+        "plain", {}, "consume", "wgmma.wait_group(1 if config.overlap else 0)", "wgmma.wait_group(2)"
+    ),
     "P is written under P V": (
         "plain", {}, "consume",
         "self.end_output(v_pipe, v_state)\n            self.probabilities.keep(products, rows.probabilities, scores)",
@@ -259,14 +274,15 @@ FAULTS = {
         FROM_DIAGONAL, {"tile_m": 192}, "consume", "const_expr(config.early_p)", "const_expr(False)"
     ),
     "Q is kept": (
-        "plain", {}, "consume", "            q_pipe.consumer_release(q_state)\n            if end > 0:\n                v_state",
-        "            if end > 0:\n                v_state",
+        "plain", {}, "consume", "q_pipe.consumer_release(q_state)\n", "pass\n"
     ),
     "a tile without keys has no Q": (
-        "plain", {}, "load", "range_constexpr(config.consumer_warpgroups):", "range(config.consumer_warpgroups if end else 0):"
+        "plain", {}, "load", "range_constexpr(config.consumer_warpgroups):",
+        "range(config.consumer_warpgroups if end else 0):",
     ),
     "a turn is not awaited": (
-        "plain", {}, "consume", "self.turns.wait(warpgroup)\n        self.turns.give(warpgroup)", "self.turns.give(warpgroup)"
+        "plain", {}, "consume", "self.turns.wait(warpgroup)\n        self.turns.give(warpgroup)",
+        "self.turns.give(warpgroup)",
     ),
     "the last turn is not taken": ("plain", {}, "barriers", "if warpgroup == 0:", "if False:"),
     "a vote and an output share ids": (CAPPED, {"tile_m": 192}, "barriers", "VOTE = 7", "VOTE = 5"),
@@ -278,22 +294,55 @@ FAULTS = {
         "plain", {}, "output", "sync_warpgroup(piece.warpgroup)\n", "pass\n"
     ),
 }  # fmt: skip
-LONG = ((200, 130), (65, 200), (250, 65))
+# The same of packed sequences
+PACKED_FAULTS = {
+    "slopes of another sequence": (
+        FROM_DIAGONAL, {}, "schedule", "self.batch if self.sequence.number is None else self.sequence.number",
+        "self.batch",
+    ),
+    "V is read past its sequence": (
+        FROM_DIAGONAL, {}, "kv_source", "cutlass.min(keys - block * self.tile_n, self.tile_n)", "self.tile_n"
+    ),
+    "K of another sequence": (FROM_DIAGONAL, {}, "load", "sequence.key_row(origin)", "origin"),
+    "a tile is read when it may be another": (
+        FROM_DIAGONAL, {}, "packed_schedule", "tile, _ = self.receive(queue, state)\n        return tile, None",
+        "tile, _ = self.receive(queue, state)\n        queue.pipe.consumer_release(state)\n        return tile, None",
+    ),
+    "the LSE goes on behind its sequence": (
+        FROM_DIAGONAL, {}, "consume", "rows_of(lse, sequence.offset_q, sequence.seqlen_q, mode=2)",
+        "rows_of(lse, sequence.offset_q, sequence.seqlen_q + 9, mode=2)",
+    ),
+    "rows of no sequence have the sink": (
+        "softcap, sink", {}, "consume", "cutlass.select_(place.sequence.seqlen_k < 0, Float32(-math.inf), sink)", "sink"
+    ),
+}  # fmt: skip
+LONG = ((140, 100), (65, 130), (200, 65))
 
 
-def reports(kind, edits, options):
-    """What the simulation says of a changed kernel; None where many runs show nothing."""
+def long_problem(kind, seed):
+    seqlen_q, seqlen_k = LONG[seed % len(LONG)]
+    return problem(kind, seed, seqlen_q=seqlen_q, seqlen_k=seqlen_k, batch=1, heads_k=1, group=2, ctas=1)
+
+
+def reports(made, kind, options, module, text, instead):
+    """What the simulation says of a changed kernel and the problems of ``made(kind, seed)``; None where many runs show
+    nothing.
+    """
+    edits = {module: ((text, instead),)}
     for seed in range(24):
-        seqlen_q, seqlen_k = LONG[seed % len(LONG)]
-        given, _ = problem(kind, seed, seqlen_q=seqlen_q, seqlen_k=seqlen_k, batch=1, heads_k=1, ctas=1)
+        given, _ = made(kind, seed)
         try:
             run_forward(given, seed, edits, **options)
         except (ProtocolError, AssertionError) as error:
-            return f"{seed} {error}"
+            return str(error)
     return None
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_fault_is_reported(fault):
-    kind, options, module, text, instead = FAULTS[fault]
-    assert reports(kind, {module: ((text, instead),)}, options) is not None
+    assert reports(long_problem, *FAULTS[fault]) is not None
+
+
+@pytest.mark.parametrize("fault", PACKED_FAULTS)
+def test_fault_of_packed_sequences_is_reported(fault):
+    assert reports(packed_problem, *PACKED_FAULTS[fault]) is not None
