@@ -124,6 +124,23 @@ def test_bits_of_a_row_are_its_own(kind, spread):
     assert again[0] < again[-1] or spread > 1
 
 
+# The steepest slopes; caps of which no product is small (fused.polynomial); blocks wider than a warpgroup has rows
+@pytest.mark.parametrize(
+    ("options", "tile"),
+    [
+        ({"slopes": (-4.0,)}, {}),
+        ({"slopes": (20.0,)}, {}),
+        ({"softcap": 1e-4}, {}),
+        ({"softcap": 1024.0, "scale": 2.0**-10, "slopes": (0.3,)}, {}),
+        ({"slopes": (0.3, 2.0), "softcap": 5.0, "spreads": MIXED, "seqlen_q": 130, "seqlen_k": 300}, {"tile_n": 128}),
+    ],
+)
+def test_extremes(options, tile):
+    lengths = {"seqlen_q": 130, "seqlen_k": 100, "batch": 1, "heads_k": 1, "scale": 0.5}
+    given, _ = problem("plain", 0, **{**lengths, "right": None, "group": 1, **options})
+    assert run_forward(given, 0, **tile)[2] > 0
+
+
 def test_results_do_not_depend_on_the_order():
     given, options = problem("ALiBi from the diagonal, softcap", 0, seqlen_q=130, seqlen_k=60)
     first, *others = ([x.tobytes() for x in run_forward(given, seed, **options)[:2]] for seed in range(3))
