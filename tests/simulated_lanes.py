@@ -73,7 +73,6 @@ INSTRUCTIONS = {
     "mov.b32": identity,
     "fma.rn.f32": of_floats(lambda a, b, c: a * b + c),
     "max.s32": of_integers(np.maximum),
-    "min.s32": of_integers(np.minimum),
     "shr.u32": np.right_shift,
     "or.b32": np.bitwise_or,
     "lop3.b32": looked_up,
