@@ -10,7 +10,7 @@ from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
-from simulated_cutlass import StandIn, identity
+from simulated_cutlass import StandIn, identity, make_cutlass
 from simulated_memory import WARP_ROWS, WARPGROUP_ROWS, Columns, Memory, Registers, Stages, Tiles, View
 
 
@@ -55,6 +55,9 @@ class Replacements:
         self.additions = defaultdict(list)  # K/V tiles that were added to a piece of dQ, in order
         self.tiles = {}  # agent: the K/V tile that it adds
         self.turns_read = {}  # (agent, turn): what it read last
+
+    def cutlass(self):
+        return make_cutlass(self.simulation, self.cute())
 
     def cute(self):
         return {

@@ -134,7 +134,7 @@ class Kernels:
     def find(self, name, variables=None, local=None, names=(), level=0):
         """As __import__: a package's root where no ``names`` are taken from it."""
         if level:
-            return self[name]
+            return self[name] if name else SimpleNamespace(**{each: self[each] for each in names})
         root, *path = name.split(".")
         if root not in ("cutlass", "cuda"):
             return builtins.__import__(name, variables, local, names, level)

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 from simulated_backward import Replacements
-from simulated_cutlass import Kernels, make_cutlass
+from simulated_cutlass import Kernels
 from simulated_dsl import Cta, Pipe, Simulation, require
 from simulated_memory import WARPGROUP_ROWS, Memory, Stages, Tensor
 
@@ -91,11 +91,12 @@ class Problem:
 class Launch:
     """The CTAs of one kernel, and its modules with ``edits`` in their text."""
 
+    kind_of_replacements = Replacements
+
     def __init__(self, problem, seed, edits=()):
         self.problem, self.simulation = problem, Simulation(seed)
-        self.replacements = Replacements(self.simulation)
-        cutlass = make_cutlass(self.simulation, self.replacements.cute())
-        self.kernels = Kernels(cutlass, self.replacements.modules(), edits)
+        self.replacements = self.kind_of_replacements(self.simulation)
+        self.kernels = Kernels(self.replacements.cutlass(), self.replacements.modules(), edits)
         self.counter, self.table = Memory(np.zeros(2, int)), None
         load = self.kernels["load"]
         self.boxes = load.SequenceBoxes if problem.packed else load.WholeBoxes

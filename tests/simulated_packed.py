@@ -13,6 +13,8 @@ class PackedProblem:
     """
 
     packed = True
+    kind = Problem  # of one sequence
+    inputs = (("q", 0, HEAD_DIM), ("do", 0, HEAD_DIM_V), ("k", 1, HEAD_DIM), ("v", 1, HEAD_DIM_V))
 
     def __init__(self, shape, lengths, seed, gap=5):
         chance = np.random.default_rng(seed)
@@ -23,16 +25,13 @@ class PackedProblem:
             offsets = [int(x) for x in offsets + self.gaps[index]]
             self.offsets.append(tuple(offsets))
             one = shape(batch=1, seqlen_q=queries, seqlen_k=keys)
-            self.sequences.append(Problem(one, seed + index) if queries and keys else None)
+            self.sequences.append(self.kind(one, seed + index) if queries and keys else None)
             offsets = [offsets[0] + queries, offsets[1] + keys]
         totals = [int(x) + 1 for x in offsets + self.gaps[-1]]
         self.shape = shape(batch=1, seqlen_q=totals[0], seqlen_k=totals[1])
-        heads, heads_k = self.shape.heads, self.shape.heads_k
-        for name, side, of, columns in (
-            ("q", 0, heads, HEAD_DIM), ("do", 0, heads, HEAD_DIM_V), ("k", 1, heads_k, HEAD_DIM),
-            ("v", 1, heads_k, HEAD_DIM_V),
-        ):  # fmt: skip
-            setattr(self, name, self.joined(name, side, (1, totals[side], of, columns), np.nan))
+        heads = self.shape.heads, self.shape.heads_k
+        for name, side, columns in self.inputs:
+            setattr(self, name, self.joined(name, side, (1, totals[side], heads[side], columns), np.nan))
 
     def joined(self, name, side, shape, elsewhere):
         """All sequences' rows of something, with ``elsewhere`` around them."""
@@ -68,18 +67,22 @@ class PackedProblem:
                 whole[:, offset : offset + length] = rows[:, first * queries :][:, :length]
         return whole
 
-    def table(self, config, chance, keys, together=False, descending=False, line=64):
-        """Tiles of all rows, by chance or by sequences. ``keys``: of K/V."""
+    def table(self, config, chance, keys, together=False, descending=False, line=64, other=0):
+        """Tiles of all rows, by chance or by sequences. ``keys``: of K/V; ``other``: the other side's length in rows of
+        no sequence.
+        """
         side, tile = int(keys), config.tile_n if keys else config.tile_m
         groups, covered = [], 0
         for index, (offsets, lengths) in enumerate(zip(self.offsets, self.lengths, strict=True)):
-            groups.append(self.gap(side, covered, offsets[side], tile))
+            groups.append(self.gap(side, covered, offsets[side], tile, other))
             blocks = range(-(-lengths[side] // tile))
             first = self.first_lines(line)[index]
-            groups.append([(block, *lengths, *offsets, first) for block in (blocks[::-1] if descending else blocks)])
+            groups.append(
+                [(block, *lengths, *offsets, first, index) for block in (blocks[::-1] if descending else blocks)]
+            )
             covered = offsets[side] + lengths[side]
         total = (self.shape.seqlen_q, self.shape.seqlen_k)[side]
-        groups.append(self.gap(side, covered, total, tile))
+        groups.append(self.gap(side, covered, total, tile, other))
         chance.shuffle(groups)
         entries = [entry for group in groups for entry in group]
         if not together:
@@ -90,11 +93,11 @@ class PackedProblem:
             table[line, : len(entry)] = entry
         return Memory(table)
 
-    def gap(self, side, begin, end, tile):
+    def gap(self, side, begin, end, tile, other):
         """Entries of rows that no sequence uses."""
-        lengths, offsets = [0, 0], [0, 0]
+        lengths, offsets = [other, other], [0, 0]
         lengths[side], offsets[side] = end - begin, begin
-        return [(block, *lengths, *offsets, 0) for block in range(-(-(end - begin) // tile))]
+        return [(block, *lengths, *offsets, 0, 0) for block in range(-(-(end - begin) // tile))]
 
     def check(self, **gradients):
         for name, found in gradients.items():
