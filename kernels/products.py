@@ -96,7 +96,7 @@ def convert(accumulator: cute.Tensor, dtype: cutlass.Constexpr, target=None):
     pairs = cute.size(accumulator) // 2
     words = cute.make_tensor(cute.recast_ptr(converted.iterator, dtype=Int32), cute.make_layout(pairs))
     values = cute.make_tensor(accumulator.iterator, cute.make_layout(2 * pairs))
-    for pair in cutlass.range_constexpr(pairs):
+    for pair in cutlass.range(pairs, unroll_full=True):
         words[pair] = converted_pair(values[2 * pair], values[2 * pair + 1], dtype)
     return converted
 
