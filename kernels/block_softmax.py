@@ -19,7 +19,6 @@ from .mask import mask_scores
 from .phases import Phase, begin
 from .probabilities import Probabilities, RegisterP, SharedP
 from .products import Products, issue_scores, rows_and_columns
-from .registers import kept
 from .score import Pairs, ScoreHook, known_with
 from .softmax import QUAD, Softmax, rescale_rows
 
@@ -135,9 +134,7 @@ class InPlaceSoftmax:
         issue_again(products, k_stage, scores)
         self.apply_hook(scores, rows, block, run)
         if const_expr(sides != NO_SIDE):
-            # Two comparisons an element, were they known, the compiler would keep from the first time, bit by bit
-            again = kept(block) if const_expr(sides.left and sides.right) else block
-            self.mask(scores, rows, again, sides, run)
+            self.mask(scores, rows, block, sides, run)
         scale = self.hook.scale(run)
         rescale = self.softmax.catch_up(rows_and_columns(scores), sums, rows.shift, rows.sum, scale)
         rescale_rows(rows_and_columns(rows.acc_o), rescale)

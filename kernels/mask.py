@@ -4,7 +4,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-BIT = tuple(1 << column if column < 31 else -(1 << 31) for column in range(32))  # of a column, as an Int32
+WORD = 32  # columns that have a bit in a word
+BIT = tuple(1 << column if column < 31 else -(1 << 31) for column in range(WORD))  # of a column, as an Int32
 
 
 @cute.jit
@@ -16,6 +17,13 @@ def columns_below(place: Int32) -> Int32:
         write_only_types=[Int32],
         read_only_args=[place],
     )
+
+
+def words_between(first: Int32, limit: Int32, columns: int):
+    """The bits of columns whose place is in [first, limit), in words."""
+    return [
+        columns_below(limit - 4 * column) & ~columns_below(first - 4 * column) for column in range(0, columns, WORD)
+    ]
 
 
 def inside(place, first, limit):
@@ -40,10 +48,16 @@ def mask_scores(
     2`` of the block, counted from the thread's first key. ``first_columns`` and ``column_limits`` (2) say, in the same
     count, where each row's keys begin and end; None: not in this block.
     """
+    columns = cute.size(scores, mode=[1])
+    both = first_columns is not None and column_limits is not None
     for row in cutlass.range_constexpr(cute.size(scores, mode=[0])):
         first = first_columns[row] if const_expr(first_columns is not None) else None
         limit = column_limits[row] if const_expr(column_limits is not None) else None
-        for column in cutlass.range_constexpr(cute.size(scores, mode=[1])):
-            # One FSEL an element, and an ISETP with a constant for each bound
-            visible = inside(8 * (column // 2) + column % 2, first, limit)
+        words = words_between(first, limit, columns) if both else None
+        for column in cutlass.range_constexpr(columns):
+            # One FSEL an element, and an ISETP with a constant for a bound, or for two a LOP3
+            if const_expr(both):
+                visible = words[column // WORD] & Int32(BIT[column % WORD]) != 0
+            else:
+                visible = inside(8 * (column // 2) + column % 2, first, limit)
             scores[row, column] = cutlass.select_(visible, scores[row, column], Float32(fill))

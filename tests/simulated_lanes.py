@@ -69,13 +69,23 @@ def looked_up(a, b, c, table):
     return found
 
 
+def bits_from(base, width):
+    """bmsk.clamp: ``width`` bits from ``base`` on, as many as there are."""
+    return ((np.uint64(1) << np.minimum(width, 32).astype(np.uint64)) - np.uint64(1)).astype(np.uint32) << base
+
+
 INSTRUCTIONS = {
     "mov.b32": identity,
     "fma.rn.f32": of_floats(lambda a, b, c: a * b + c),
     "max.s32": of_integers(np.maximum),
+    "min.s32": of_integers(np.minimum),
+    "mad.lo.s32": of_integers(lambda a, b, c: a * b + c),
+    "shr.s32": of_integers(np.right_shift),
     "shr.u32": np.right_shift,
+    "and.b32": np.bitwise_and,
     "or.b32": np.bitwise_or,
     "lop3.b32": looked_up,
+    "bmsk.clamp.b32": bits_from,
 }
 
 
