@@ -258,7 +258,8 @@ FAULTS = {
         "issue_again(products, k_stage, scores)",
     ),
     "no mask where a block is done again": (
-        "window", {}, "block_softmax", "self.mask(scores, rows, block, sides, run)\n        scale", "pass\n        scale"
+        "window", {}, "block_softmax",
+        "self.mask(scores, rows, block, sides, run)\n        scale", "pass\n        scale",
     ),
     "K is given back before a block is done again": (
         CAPPED, {}, "consume",
