@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from check_packed import compare, compare_gradients, run, run_gradients, sequences
+from check_packed import check_neighbours_of_nan, compare, compare_gradients, run, run_gradients, sequences
 from packed_cases import CROSSED, EMPTY, LINES, ON_GPU, RAGGED, SPARE, TAILED, USED, WINDOWED, Inputs, PackedCase
 
 from hopper_fa3 import flash_attn_func, flash_attn_varlen_func, plan
@@ -143,22 +143,7 @@ def test_sequences_one_by_one_have_the_same_bits_under_one_plan(case, device):
 @pytest.mark.parametrize("case", ALONE, ids=lambda case: case.name)
 def test_neighbours_of_nan_change_no_bit(case, device):
     """Neither of the results nor of deterministic gradients."""
-    inputs = case.inputs(device)
-    dout, _ = case.arriving(inputs)
-    results = run(inputs, **case.options)
-    gradients = run_gradients(inputs, dout, **case.options, deterministic=True)
-    for number, (queries, keys) in enumerate(inputs.lengths.rows):
-        places = [slice(rows.start, rows.stop) for rows in (queries, keys, keys, queries)]
-        alone = [torch.full_like(x, math.nan) for x in (*inputs[:3], dout)]
-        for x, place, whole in zip(alone, places, (*inputs[:3], dout), strict=True):
-            x[place] = whole[place]
-        given = Inputs(*alone[:3], *inputs[3:])
-        out, lse = run(given, **case.options)
-        assert torch.equal(out[places[0]], results[0][places[0]]), f"sequence {number}"
-        assert torch.equal(lse[:, places[0]], results[1][:, places[0]]), f"sequence {number}"
-        found = run_gradients(given, alone[3], **case.options, deterministic=True)
-        for name, place, ours, theirs in zip("qkv", places[:3], found, gradients, strict=True):
-            assert torch.equal(ours[place], theirs[place]), f"sequence {number}: d{name}"
+    check_neighbours_of_nan(case, device)
 
 
 ORDERS = (TAILED, CROSSED, *(replace(case, causal=True) for case in (TAILED, CROSSED, USED)))
