@@ -46,6 +46,9 @@ class InPlaceSoftmax:
     probabilities: RegisterP | SharedP
     hook: ScoreHook
 
+    # Whether a block that is done again takes another way to its probabilities, which serves scores of any size
+    other_way_again = False
+
     def first_column(self, block: Int32) -> Int32:
         """The thread's first key of a block, counted from the tile's origin."""
         return block * self.config.tile_n + 2 * (cute.arch.lane_idx() % QUAD)
@@ -106,15 +109,36 @@ class InPlaceSoftmax:
         # pass the limit.
         outgrown, fresh = Boolean(True), Boolean(True)
         while outgrown:
-            begin(Phase.EXPONENTIALS)
-            self.softmax.exponentiate(rows_and_columns(scores), sums, rows.shift, self.hook.scale(run))
-            if const_expr(self.config.early_p):
-                self.probabilities.keep(products, rows.probabilities, scores)
+            self.once(products, scores, sums, rows, block, run, any_size=False)
             outgrown = any_of_warpgroup(warpgroup, fresh & self.softmax.outgrown(sums))
             if outgrown:
                 fresh = Boolean(False)
                 begin(Phase.CATCH_UP)
                 self.catch_up(products, k_stage, scores, sums, rows, run, block, sides)
+                if const_expr(self.other_way_again):
+                    outgrown = Boolean(False)
+                    self.once(products, scores, sums, rows, block, run, any_size=True)
+
+    @cute.jit
+    def once(
+        self,
+        products: Products,
+        scores: cute.Tensor,
+        sums: cute.Tensor,
+        rows: Rows,
+        block: Int32,
+        run: RunTime,
+        any_size: cutlass.Constexpr[bool],
+    ):
+        begin(Phase.EXPONENTIALS)
+        self.probabilities_of(scores, sums, rows, block, run, any_size)
+        if const_expr(self.config.early_p):
+            self.probabilities.keep(products, rows.probabilities, scores)
+
+    def probabilities_of(
+        self, scores: cute.Tensor, sums: cute.Tensor, rows: Rows, block: Int32, run: RunTime, any_size: bool
+    ):
+        self.softmax.exponentiate(rows_and_columns(scores), sums, rows.shift, self.hook.scale(run))
 
     @cute.jit
     def catch_up(
@@ -142,56 +166,39 @@ class InPlaceSoftmax:
 
 @dataclass(frozen=True)
 class FusedSoftmax(InPlaceSoftmax):
-    """An unmasked block with a softcap or slopes: exponents straight from the products (fused.py)."""
+    """An unmasked block with a softcap or slopes: exponents straight from the products (fused.py). With a softcap it is
+    done again also where a row has a large score.
+    """
 
     def prepare(self, scores: cute.Tensor, rows: Rows, block: Int32, sides: Sides, run: RunTime):
         """Nothing."""
 
+    @property
+    def other_way_again(self):
+        return self.config.softcap
+
+    def probabilities_of(
+        self, scores: cute.Tensor, sums: cute.Tensor, rows: Rows, block: Int32, run: RunTime, any_size: bool
+    ):
+        added = fused.terms(self.hook, self.bias(rows, block, scores), rows.shift, run)
+        fused.exponentiate(rows_and_columns(scores), sums, added, run.polynomial, run, any_size)
+
     @cute.jit
-    def exponentiate(
+    def catch_up(
         self,
         products: Products,
         k_stage: Int32,
         scores: cute.Tensor,
         sums: cute.Tensor,
         rows: Rows,
-        warpgroup: Int32,
+        run: RunTime,
         block: Int32,
         sides: cutlass.Constexpr[Sides],
-        run: RunTime,
     ):
-        """See InPlaceSoftmax. Once more also where a row has a score that only the second way can do."""
-        outgrown, fresh = Boolean(True), Boolean(True)
-        while outgrown:
-            self.once(products, scores, sums, rows, block, run, any_size=False)
-            outgrown = any_of_warpgroup(warpgroup, fresh & self.softmax.outgrown(sums))
-            if outgrown:
-                fresh = Boolean(False)
-                begin(Phase.CATCH_UP)
-                issue_again(products, k_stage, scores)
-                bias = self.bias(rows, block, scores)
-                given = rows_and_columns(scores), sums, rows.shift, rows.sum, bias, run.polynomial, run
-                rescale_rows(rows_and_columns(rows.acc_o), fused.catch_up(self.softmax, self.hook, *given))
-                if const_expr(self.config.softcap):
-                    outgrown = Boolean(False)
-                    self.once(products, scores, sums, rows, block, run, any_size=True)
-
-    @cute.jit
-    def once(
-        self,
-        products: Products,
-        scores: cute.Tensor,
-        sums: cute.Tensor,
-        rows: Rows,
-        block: Int32,
-        run: RunTime,
-        any_size: cutlass.Constexpr[bool],
-    ):
-        begin(Phase.EXPONENTIALS)
-        added = fused.terms(self.hook, self.bias(rows, block, scores), rows.shift, run)
-        fused.exponentiate(rows_and_columns(scores), sums, added, run.polynomial, run, any_size)
-        if const_expr(self.config.early_p):
-            self.probabilities.keep(products, rows.probabilities, scores)
+        issue_again(products, k_stage, scores)
+        bias = self.bias(rows, block, scores)
+        given = rows_and_columns(scores), sums, rows.shift, rows.sum, bias, run.polynomial, run
+        rescale_rows(rows_and_columns(rows.acc_o), fused.catch_up(self.softmax, self.hook, *given))
 
     @cute.jit
     def bias(self, rows: Rows, block: Int32, scores: cute.Tensor):

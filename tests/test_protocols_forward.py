@@ -234,7 +234,7 @@ FAULTS = {
         "largest_exponent(scores, row, -1e6, whole",
     ),
     "products are not made again": (
-        CAPPED, {}, "block_softmax", "issue_again(products, k_stage, scores)\n                bias", "bias"
+        CAPPED, {}, "block_softmax", "issue_again(products, k_stage, scores)\n        bias", "bias"
     ),
     "O is not rescaled": (
         CAPPED, {}, "block_softmax",
@@ -244,10 +244,7 @@ FAULTS = {
     "a row's sum is not rescaled": (CAPPED, {}, "softmax", "row_sum[row] = row_sum[row] * rescale[row]", "pass"),
     "a block is not done again": (
         "ALiBi, causal", {}, "block_softmax",
-        "outgrown = any_of_warpgroup(warpgroup, fresh & self.softmax.outgrown(sums))\n            if outgrown:\n"
-        "                fresh = Boolean(False)\n                begin(Phase.CATCH_UP)\n                issue_again",
-        "outgrown = False\n            if outgrown:\n"
-        "                fresh = Boolean(False)\n                begin(Phase.CATCH_UP)\n                issue_again",
+        "outgrown = any_of_warpgroup(warpgroup, fresh & self.softmax.outgrown(sums))", "outgrown = False",
     ),
     "the LSE lacks the constant": (CAPPED, {}, "softmax", "log2_sum += constant", "pass"),
     "a sink has the constant": ("softcap, sink", {}, "softmax", "exponent -= constant", "pass"),
