@@ -64,10 +64,9 @@ def prepare(recipe, lse_gradient):
 
     problem = recipe.problem
     sms = multiprocessors(problem.device) - recipe.sm_margin
-    static = problem.backward_static(lse_gradient, bool(recipe.deterministic))
-    plan = planning.choose_backward(static)
+    asked = problem.backward_static(lse_gradient, bool(recipe.deterministic))
+    static, plan = planning.backward_choice(asked, problem.group)
     config = planning.backward_config(static, plan)
-    static = static._replace(deterministic=config.turns)  # kernels without sums are the same for both
     parts = planning.head_parts(problem, config, sms)
     unused, unused_v = planning.unused_columns(problem, config)
     plan = plan._replace(split_heads=parts > 1, unused=unused, unused_v=unused_v)

@@ -166,11 +166,9 @@ def prepare_backward(recipe, lse_gradient):
     from .compile import compiled  # imports the DSL: only where a kernel is launched
 
     problem, sms = recipe.problem, multiprocessors(recipe.problem.device) - recipe.sm_margin
-    static = problem.backward_static(lse_gradient, bool(recipe.deterministic))
-    plan = planning.choose_backward(static)
-    config = planning.backward_config(static, plan)
-    static = static._replace(deterministic=config.turns)  # kernels without sums are the same for both
-    unused, unused_v = planning.unused_columns(problem, config)
+    asked = problem.backward_static(lse_gradient, bool(recipe.deterministic))
+    static, plan = planning.backward_choice(asked, problem.group)
+    unused, unused_v = planning.unused_columns(problem, planning.backward_config(static, plan))
     plan = plan._replace(unused=unused, unused_v=unused_v)
     function, config = compiled(static, plan), planning.backward_config(static, plan)
     *memory, tables = workspace(problem, config)

@@ -162,6 +162,11 @@ class ForwardConfig(Checked):
         return max(self.tile_n, self.head_dim_v) if self.shared_p else self.head_dim_v
 
     @property
+    def p_columns(self):
+        """Columns of P in shared memory that are swizzled as one row: 128, 64 or 32 bytes."""
+        return next(columns for columns in (64, 32, 16) if self.tile_n % columns == 0)
+
+    @property
     def output_bytes(self):
         return self.tile_m * self.output_columns * ELEMENT_BYTES
 

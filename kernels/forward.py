@@ -154,7 +154,7 @@ class ForwardKernel:
             warpgroup = warp // WARPS_PER_WARPGROUP - 1
             o = self.output_piece(storage, o_layout, warpgroup) if config.staged_output else None
             p = self.output_piece(storage, p_layout, warpgroup) if config.shared_p else None
-            probabilities = SharedP(self.dtype) if config.shared_p else RegisterP(self.dtype)
+            probabilities = SharedP(self.dtype, config.p_columns) if config.shared_p else RegisterP(self.dtype)
             given = config, self.band, self.softmax, probabilities, self.hook
             consumer = Consumer(
                 config, self.dtype, self.band, self.schedule, self.turns, self.softmax, probabilities, self.output,

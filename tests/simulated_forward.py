@@ -223,6 +223,7 @@ class ForwardReplacements(Replacements):
         kernels["output"].DirectOutput.store = self.store_directly
         probabilities = kernels["probabilities"]
         probabilities.SharedP.start = lambda way, products, scores, memory: probabilities.Probabilities(memory, memory)
+        probabilities.SharedP.write = lambda way, converted, memory: self.copy(None, converted, memory)
         kernel = kernels["forward"].ForwardKernel
         kernel.storage = lambda kernel: None
         kernel.pipelines = lambda kernel, storage: storage.pipes

@@ -36,14 +36,14 @@ def numbers(cap, scale):
 @pytest.mark.parametrize("cap", [0.5, 15.0, 50.0, 1024.0])
 @pytest.mark.parametrize("scale", [0.125, -0.3, 2.0, 2.0**-3.5])
 def test_exponents_of_small_products(cap, scale, monkeypatch):
-    """x P(x^2) + cap_constant is the capped score in base 2 without cap log2(e); the limit is half the cap."""
+    """x P(x^2) + cap_constant is the capped score in base 2 without cap log2(e); the limit is 0.35 caps."""
     small = made(*numbers(cap, scale), monkeypatch)
     limit = small.limit.sqrt().item()
-    assert limit * abs(scale) == pytest.approx(cap / 2, rel=1e-6)
+    assert limit * abs(scale) == pytest.approx(0.35 * cap, rel=1e-6)
     x = torch.linspace(-limit, limit, 100_001, dtype=torch.float64)[1:-1].float()
     found = horner(small.coefficients, x * x) * x
     expected = LOG2_E * cap * torch.tanh(x.double() * scale / cap)
-    assert (found - expected).abs().max() < 6 * ULP * LOG2_E * cap
+    assert (found - expected).abs().max() < 11 * ULP * LOG2_E * cap  # 8 of them the polynomial's, exact
 
 
 @pytest.mark.parametrize(("cap", "scale"), [(2.0**-126, 1.0), (15.0, 0.0), (1024.0, 2.0**-40), (15.0, 2.0**40)])

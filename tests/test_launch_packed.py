@@ -63,6 +63,9 @@ def kernels(monkeypatch):
     return found
 
 
+SHORT_TILES = {"early_release": True, "predicated_output": True, "prefetch_keys": True}
+
+
 def inputs(total_q=700, total_k=900, batch=3, heads=4, heads_k=2, head_dim=16, head_dim_v=8, used=(False, False)):
     generator = torch.Generator().manual_seed(0)
     shapes = ((total_q, heads, head_dim), (total_k, heads_k, head_dim), (total_k, heads_k, head_dim_v))
@@ -168,7 +171,7 @@ def test_what_the_gradients_kernels_are_launched_with(kernels):
     assert (got.section_rows, got.section_tiles) == (2**25 // (2 * (48 + 64)), 237)
     assert (got.ctas, got.query_ctas, got.fills_idle_sms) == (32, 0, 1)
     static = BackwardStatic("bfloat16", 64, 64, True, True, False, packed=Packed(False, True))
-    assert kernels.asked[-1] == (static, plan.BackwardPlan(128))
+    assert kernels.asked[-1] == (static, plan.BackwardPlan(128, **SHORT_TILES))
 
 
 def test_wide_heads_have_a_table_of_query_tiles(kernels):

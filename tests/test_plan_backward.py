@@ -11,7 +11,7 @@ from hopper_fa3 import plan
 from hopper_fa3.kernels.barriers import BackwardBarrier, WideBarrier
 from hopper_fa3.kernels.config import HEAD_DIM_CLASSES, BackwardConfig
 from hopper_fa3.kernels.query_config import QueryConfig
-from hopper_fa3.problem import BackwardStatic, Problem
+from hopper_fa3.problem import BackwardStatic, Packed, Problem
 
 GRID = [
     BackwardStatic(dtype, head_dim, head_dim_v, right_bound, lse_gradient, deterministic)
@@ -45,6 +45,25 @@ def test_every_plan_fits_the_hardware(static):
     assert config.piece_floats // config.sum_rounds % 512 == 0
     # Each consumer's largest accumulators: dK and dV, and dQ's piece
     assert (static.head_dim + static.head_dim_v + config.dq_columns) // 2 + 24 <= config.registers[1]
+
+
+@pytest.mark.parametrize(
+    ("group", "changes", "expected"),
+    [
+        (1, {"left_bound": True, "right_bound": True}, True),
+        (1, {"packed": Packed(False, False)}, True),
+        (1, {}, False),
+        (2, {"left_bound": True, "right_bound": True}, False),
+        (1, {"packed": Packed(False, False), "head_dim": 128, "head_dim_v": 128}, False),
+        (1, {"packed": Packed(False, False), "softcap": True}, False),
+        (4, {"deterministic": True}, True),
+        (1, {"deterministic": True, "head_dim": 256, "head_dim_v": 256}, False),
+    ],
+    ids=str,
+)
+def test_sums_in_turns(group, changes, expected):
+    static, chosen = plan.backward_choice(GRID[0]._replace(head_dim=64, head_dim_v=64)._replace(**changes), group)
+    assert static.deterministic == expected == plan.backward_config(static, chosen).turns
 
 
 @pytest.mark.parametrize("pair", [pair for pair in WIDE if config_of(*pair).roles], ids=str)

@@ -39,6 +39,9 @@ KINDS = {
     "late sums, in order": partial(run_keys, head_dims=(64, 64), tile_m=128, deterministic=True),
     "early sums, early release": partial(run_keys, head_dims=(128, 128), early_release=True),
     "late sums, early release": partial(run_keys, head_dims=(64, 64), tile_m=128, early_release=True),
+    "late sums, in order, early release": partial(
+        run_keys, head_dims=(64, 64), tile_m=128, deterministic=True, early_release=True
+    ),
     "roles, split tail": partial(run_tail, head_dims=(256, 256)),
     "early sums, split tail": partial(run_tail, head_dims=(128, 128)),
     "late sums, split tail": partial(run_tail, head_dims=(64, 64), tile_m=128),
