@@ -65,7 +65,7 @@ def prepare(recipe, lse_gradient):
     problem = recipe.problem
     sms = multiprocessors(problem.device) - recipe.sm_margin
     asked = problem.backward_static(lse_gradient, bool(recipe.deterministic))
-    static, plan = planning.backward_choice(asked, problem.group)
+    static, plan = planning.backward_choice(asked, problem)
     config = planning.backward_config(static, plan)
     parts = planning.head_parts(problem, config, sms)
     unused, unused_v = planning.unused_columns(problem, config)

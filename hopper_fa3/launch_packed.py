@@ -167,7 +167,7 @@ def prepare_backward(recipe, lse_gradient):
 
     problem, sms = recipe.problem, multiprocessors(recipe.problem.device) - recipe.sm_margin
     asked = problem.backward_static(lse_gradient, bool(recipe.deterministic))
-    static, plan = planning.backward_choice(asked, problem.group)
+    static, plan = planning.backward_choice(asked, problem)
     unused, unused_v = planning.unused_columns(problem, planning.backward_config(static, plan))
     plan = plan._replace(unused=unused, unused_v=unused_v)
     function, config = compiled(static, plan), planning.backward_config(static, plan)

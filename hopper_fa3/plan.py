@@ -174,6 +174,8 @@ ADD_STEPS = 1
 SHORTEST_PART = 8  # steps
 SECTION_TILES = 90  # percent of the SMs that a section must occupy: 128 tiles are enough for 132
 INDEX_LIMIT = 2**31  # the kernels count in 32 bits
+LONG_STEP = 128  # queries; as long as kernels have
+NARROW_STEPS = 6  # of 64 queries, which a tile of 128 keys visits of a window of up to 256: see faster_in_turns
 
 
 class BackwardPlan(NamedTuple):
@@ -220,22 +222,26 @@ def changed_scores(static):
     return changed or static.score is not None
 
 
-def faster_in_turns(static, group):
-    """True where sums of dQ have turns though nobody asks for their order: the first tile stores, so that nobody has to
-    zero them, which is worth more than turns cost where few tiles add to a query and each step is long.
+def faster_in_turns(static, plan, problem):
+    """True where sums of dQ have turns though nobody asked for their order: the first tile stores, so that nobody has to
+    zero them, which is worth more than turns cost where few tiles add to a query, or each step is long.
 
-    Head_dim 64, time of main kernel and zeroing (H200, 2026-11-30): window 128 0.92, 1024 and 4096 1.00; packed 16 x
-    1024 causal 0.99, dense 0.99, lognormal 0.96, 4 x 4096 1.00. With 4 query heads a K/V head 1.02. At head_dim 128,
-    whose steps are half as long: window 128 0.94, but 1024 1.04; packed 0.95 to 1.06.
+    Time in turns over time without (H200, 2026-11-30 and 12-01), head_dim 64, whose steps are of 128 queries: window
+    128 0.92, 1024 and 4096 1.00; packed 16 x 1024 causal 0.99, dense 0.99, lognormal 0.96, 4 x 4096 1.00; with 4 query
+    heads a K/V head 1.02. Head_dim 128, steps of 64: window 128 (4 steps a tile) 0.94, 1024 (18) 1.04; packed 0.95 to
+    1.06.
     """
-    whole = (static.head_dim, static.head_dim_v, static.right_bound) in BACKWARD_TABLE
-    return whole and group == 1 and not changed_scores(static) and (static.left_bound or static.packed is not None)
+    plain = problem.group == 1 and not changed_scores(static)
+    if plan.tile_m == LONG_STEP:
+        return plain and (static.left_bound or static.packed is not None)
+    narrow = plain and (static.head_dim, static.head_dim_v) == (128, 128) and static.left_bound
+    return narrow and static.packed is None and max(tile_steps(problem, backward_config(static, plan))) <= NARROW_STEPS
 
 
-def backward_choice(static, group):
-    """``(static, plan)`` of the kernels for a BackwardStatic and so many query heads a K/V head."""
+def backward_choice(static, problem):
+    """``(static, plan)`` of the kernels for a problem's BackwardStatic."""
     plan = choose_backward(static)
-    asked = static._replace(deterministic=static.deterministic or faster_in_turns(static, group))
+    asked = static._replace(deterministic=static.deterministic or faster_in_turns(static, plan, problem))
     # Kernels without sums are the same for both
     return static._replace(deterministic=backward_config(asked, plan).turns), plan
 

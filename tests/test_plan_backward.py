@@ -47,22 +47,32 @@ def test_every_plan_fits_the_hardware(static):
     assert (static.head_dim + static.head_dim_v + config.dq_columns) // 2 + 24 <= config.registers[1]
 
 
+WINDOW = {"left_bound": True, "right_bound": True}
+
+
 @pytest.mark.parametrize(
-    ("group", "changes", "expected"),
+    ("group", "window", "head_dim", "changes", "expected"),
     [
-        (1, {"left_bound": True, "right_bound": True}, True),
-        (1, {"packed": Packed(False, False)}, True),
-        (1, {}, False),
-        (2, {"left_bound": True, "right_bound": True}, False),
-        (1, {"packed": Packed(False, False), "head_dim": 128, "head_dim_v": 128}, False),
-        (1, {"packed": Packed(False, False), "softcap": True}, False),
-        (4, {"deterministic": True}, True),
-        (1, {"deterministic": True, "head_dim": 256, "head_dim_v": 256}, False),
+        (1, 4096, 64, WINDOW, True),
+        (2, 128, 64, WINDOW, False),
+        (1, 128, 64, {**WINDOW, "softcap": True}, False),
+        (1, 256, 128, WINDOW, True),
+        (1, 257, 128, WINDOW, False),
+        (4, 128, 128, WINDOW, False),
+        (1, 128, 96, WINDOW, False),
+        (1, None, 64, {"packed": Packed(False, False)}, True),
+        (1, None, 128, {"packed": Packed(False, False)}, False),
+        (1, None, 64, {}, False),
+        (4, None, 64, {"deterministic": True}, True),
+        (1, None, 256, {"deterministic": True}, False),
     ],
     ids=str,
 )
-def test_sums_in_turns(group, changes, expected):
-    static, chosen = plan.backward_choice(GRID[0]._replace(head_dim=64, head_dim_v=64)._replace(**changes), group)
+def test_sums_in_turns(group, window, head_dim, changes, expected):
+    static = BackwardStatic("bfloat16", head_dim, head_dim, False, False, False)._replace(**changes)
+    sizes = 1, 8192, 8192, 4 * group, 4, head_dim, head_dim
+    problem = Problem(None, None, *sizes, softmax_scale=1.0, left=window, right=None if window is None else 0)
+    static, chosen = plan.backward_choice(static, problem)
     assert static.deterministic == expected == plan.backward_config(static, chosen).turns
 
 
