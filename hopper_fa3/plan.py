@@ -223,8 +223,8 @@ def changed_scores(static):
 
 
 def faster_in_turns(static, plan, problem):
-    """True where sums of dQ have turns though nobody asked for their order: the first tile stores, so that nobody has to
-    zero them, which is worth more than turns cost where few tiles add to a query, or each step is long.
+    """True where sums of dQ have turns though nobody asked for their order: the first tile stores, so nobody zeroes
+    them, which is worth more than turns cost where few tiles add to a query, or each step is long.
 
     Time in turns over time without (H200, 2026-11-30 and 12-01), head_dim 64, whose steps are of 128 queries: window
     128 0.92, 1024 and 4096 1.00; packed 16 x 1024 causal 0.99, dense 0.99, lognormal 0.96, 4 x 4096 1.00; with 4 query
