@@ -196,8 +196,8 @@ class BackwardPlan(NamedTuple):
 
 # (head_dim class, head_dim_v class, right bound) -> plan of the gradients
 BACKWARD_TABLE = {
-    (64, 64, False): BackwardPlan(128),
-    (64, 64, True): BackwardPlan(128),
+    (64, 64, False): BackwardPlan(LONG_STEP),
+    (64, 64, True): BackwardPlan(LONG_STEP),
 }
 BACKWARD_PLAN = BackwardPlan(64)  # of all others
 
@@ -208,12 +208,16 @@ def choose_backward(static):
     # A derivative takes as many registers as P: 475 spilled with 128 queries at head_dim 64
     if static.softcap or static.score is not None:
         plan = BACKWARD_PLAN
-    # Tiles of a window and of packed sequences are short: their ends count. Without one of the three, window 128 at
-    # head_dim 64 takes 12, 5 and 2 % longer; packed sequences gain 1 to 7 % from all
-    short = static.left_bound or static.packed is not None
-    if short and not changed_scores(static) and max(static.head_dim, static.head_dim_v) <= 128:
+    # The ends of short tiles count. Without one of the three, window 128 at head_dim 64 takes 12, 5 and 2 % longer;
+    # packed sequences gain 1 to 7 % from all
+    if short_tiles(static) and not changed_scores(static) and max(static.head_dim, static.head_dim_v) <= 128:
         plan = plan._replace(early_release=True, predicated_output=True, prefetch_keys=True)
     return plan
+
+
+def short_tiles(static):
+    """True where K/V tiles visit few steps: those of a window, and of packed sequences."""
+    return static.left_bound or static.packed is not None
 
 
 def changed_scores(static):
@@ -231,11 +235,13 @@ def faster_in_turns(static, plan, problem):
     heads a K/V head 1.02. Head_dim 128, steps of 64: window 128 (4 steps a tile) 0.94, 1024 (18) 1.04; packed 0.95 to
     1.06.
     """
-    plain = problem.group == 1 and not changed_scores(static)
+    if problem.group > 1 or changed_scores(static) or not short_tiles(static):
+        return False
     if plan.tile_m == LONG_STEP:
-        return plain and (static.left_bound or static.packed is not None)
-    narrow = plain and (static.head_dim, static.head_dim_v) == (128, 128) and static.left_bound
-    return narrow and static.packed is None and max(tile_steps(problem, backward_config(static, plan))) <= NARROW_STEPS
+        return True
+    if (static.head_dim, static.head_dim_v) != (128, 128) or static.packed is not None:
+        return False
+    return max(tile_steps(problem, backward_config(static, plan))) <= NARROW_STEPS
 
 
 def backward_choice(static, problem):

@@ -26,8 +26,7 @@ LARGEST_FACTOR = 2.0**12
 class Polynomial(NamedTuple):
     """Of a softcap: the exponents of small products x are x (constant + middle x^2 + highest x^4) + cap_constant.
 
-    In this order the compiler reads two of them where they are needed; of other neighbours it makes a pair of
-    registers, which each takes a read of the register file more: what this arithmetic costs beside the products.
+    In this order the compiler leaves two of them in constant memory; of other neighbours it makes a pair of registers.
     """
 
     highest: Float32
@@ -100,7 +99,7 @@ def exponent(
     result = ((small.highest * square + small.middle) * square + small.constant) * x + term
     if const_expr(any_size):
         # In this order: else up to 100 instructions spill in kernels of windows
-        of_large = capped(x * run.cap_factor) * run.scale_log2 + term - run.scale_log2 * Float32(0.5)
+        of_large = capped(x * run.cap_factor) * run.scale_log2 + term + cap_constant(run.scale_log2)
         result = cutlass.select_(square < small.limit, result, of_large)
     return result
 

@@ -1,5 +1,6 @@
 """P through shared memory (Plan.shared_p): what its kernels compile to, without a GPU."""
 
+import itertools
 import sys
 from pathlib import Path
 
@@ -7,11 +8,30 @@ import pytest
 from compiled import code, texts
 
 from hopper_fa3 import plan
+from hopper_fa3.kernels.probabilities import SharedP
 from hopper_fa3.machine_code import instructions
 from hopper_fa3.problem import Static
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "profiling"))
 import loops
+
+
+@pytest.mark.parametrize(("tile_n", "columns"), [(128, 64), (192, 64), (96, 32), (144, 16), (112, 16)])
+def test_places_in_shared_memory(tile_n, columns):
+    """Atoms of ``columns`` one behind the other, in each of which the swizzle adds, without carry, the address's bits
+    from 7 on to those from 4 on: as many as number the 16 bytes of a row.
+    """
+    config = plan.forward_config(Static("bfloat16", 128, 128, False, False, False), plan.Plan(192, tile_n))
+    assert config.p_columns == columns
+    way, found = SharedP(None, columns), {}
+    for row, column in itertools.product(range(64), range(0, tile_n, 8)):
+        atom, inside = divmod(column, columns)
+        address = 2 * (64 * columns * atom + columns * row + inside)
+        expected = address ^ (address >> 7) % (columns // 8) << 4
+        bits, more = way.offset(column // 16)
+        found[row, column] = (way.place(row, column % 16 // 8) ^ bits) + more
+        assert found[row, column] == expected
+    assert sorted(found.values()) == list(range(0, 128 * tile_n, 16))
 
 
 @pytest.mark.parametrize(
