@@ -22,6 +22,7 @@ from .checks import (
     shown,
 )
 from .hooks import MaskHook, ScoreHook
+from .kernels.config import SMALLEST_CAP
 
 TILE_ROWS = 64  # queries of the smallest tile that a kernel may use
 # A tile index has 32 bits, and a CTA stops at one that may be a whole grid (an SM a CTA) past the last tile.
@@ -134,6 +135,7 @@ class Static(NamedTuple):
     negative_scale: bool  # not with softcap or a score hook, where the sign is in a run-time argument
     packed: Packed | None = None
     softcap: bool = False
+    small_cap: bool = False  # a softcap below kernels.config.SMALLEST_CAP
     sink: bool = False
     alibi: str | None = None  # "linear" where no query sees a key behind its diagonal, else "distance"
     chunked: bool = False  # only with both bounds
@@ -194,6 +196,7 @@ class Asked:
             negative_scale=self.softmax_scale < 0 and not self.softcap and self.score is None,
             packed=self.packed,
             softcap=self.softcap > 0,
+            small_cap=0 < self.softcap < SMALLEST_CAP,
             sink=self.has_sink,
             alibi=("linear" if self.right == 0 else "distance") if self.has_alibi else None,
             chunked=self.attention_chunk > 0,

@@ -109,7 +109,7 @@ class InPlaceSoftmax:
         # pass the limit.
         outgrown, fresh = Boolean(True), Boolean(True)
         while outgrown:
-            self.once(products, scores, sums, rows, block, run, any_size=False)
+            self.once(products, scores, sums, rows, block, run, again=False)
             outgrown = any_of_warpgroup(warpgroup, fresh & self.softmax.outgrown(sums))
             if outgrown:
                 fresh = Boolean(False)
@@ -117,7 +117,7 @@ class InPlaceSoftmax:
                 self.catch_up(products, k_stage, scores, sums, rows, run, block, sides)
                 if const_expr(self.other_way_again):
                     outgrown = Boolean(False)
-                    self.once(products, scores, sums, rows, block, run, any_size=True)
+                    self.once(products, scores, sums, rows, block, run, again=True)
 
     @cute.jit
     def once(
@@ -128,15 +128,15 @@ class InPlaceSoftmax:
         rows: Rows,
         block: Int32,
         run: RunTime,
-        any_size: cutlass.Constexpr[bool],
+        again: cutlass.Constexpr[bool],
     ):
         begin(Phase.EXPONENTIALS)
-        self.probabilities_of(scores, sums, rows, block, run, any_size)
+        self.probabilities_of(scores, sums, rows, block, run, again)
         if const_expr(self.config.early_p):
             self.probabilities.keep(products, rows.probabilities, scores)
 
     def probabilities_of(
-        self, scores: cute.Tensor, sums: cute.Tensor, rows: Rows, block: Int32, run: RunTime, any_size: bool
+        self, scores: cute.Tensor, sums: cute.Tensor, rows: Rows, block: Int32, run: RunTime, again: bool
     ):
         self.softmax.exponentiate(rows_and_columns(scores), sums, rows.shift, self.hook.scale(run))
 
@@ -178,10 +178,10 @@ class FusedSoftmax(InPlaceSoftmax):
         return self.config.softcap
 
     def probabilities_of(
-        self, scores: cute.Tensor, sums: cute.Tensor, rows: Rows, block: Int32, run: RunTime, any_size: bool
+        self, scores: cute.Tensor, sums: cute.Tensor, rows: Rows, block: Int32, run: RunTime, again: bool
     ):
         added = fused.terms(self.hook, self.bias(rows, block, scores), rows.shift, run)
-        fused.exponentiate(rows_and_columns(scores), sums, added, run.polynomial, run, any_size)
+        fused.exponentiate(rows_and_columns(scores), sums, added, run.polynomial, run, again)
 
     @cute.jit
     def catch_up(

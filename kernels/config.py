@@ -12,6 +12,7 @@ SHARED_MEMORY_LIMIT = 232_448  # bytes a CTA may use on sm_90: 227 KiB
 SHARED_ALIGNMENT = 1024  # bytes; the 128-byte swizzle of TMA and WGMMA repeats every 1024
 ELEMENT_BYTES = 2  # bf16 and fp16
 FLOAT_BYTES = 4
+SMALLEST_CAP = 15.0  # of which rows' sums tell whether a polynomial serves their scores: fused.py
 CAP_UNITS = 4.0  # of a softcap, in which score.py takes a score: below 2 units it needs no exponential
 SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16"}  # what kernels are built for, as names say it
 
@@ -36,7 +37,8 @@ def mask_name(config):
 
 def hook_name(config):
     """What a kernel's name says of how products become scores."""
-    parts = ("softcap" * config.softcap, f"alibi_{config.alibi}" * bool(config.alibi))
+    capped = "softcap" if not getattr(config, "small_cap", False) else "small_softcap"
+    parts = (capped * config.softcap, f"alibi_{config.alibi}" * bool(config.alibi))
     parts += ("score" * (config.score is not None), "mask" * (config.mask is not None))
     return "".join(f"_{part}" for part in parts if part)
 
@@ -102,6 +104,7 @@ class ForwardConfig(Checked):
     left_bound: bool = False
     packed: bool = False  # several sequences in one tensor, whose lengths the device knows
     softcap: bool = False
+    small_cap: bool = False  # the softcap is below SMALLEST_CAP
     sink: bool = False
     alibi: str | None = None  # "linear" (no key behind a query's diagonal) or "distance"
     chunked: bool = False  # only with both bounds
@@ -139,10 +142,13 @@ class ForwardConfig(Checked):
     @property
     def fused(self):
         """True where exponents of unmasked blocks come straight from the products: fused.py. ALiBi's must be linear
-        there.
+        there. Not both: a bias hides from the sums how large the products are.
         """
-        linear = self.alibi != "distance" or self.from_diagonal
-        return (self.softcap or self.alibi is not None) and linear and self.score is None and self.mask is None
+        if self.softcap:
+            built = not self.small_cap and self.alibi is None
+        else:
+            built = self.alibi == "linear" or self.from_diagonal
+        return built and self.score is None and self.mask is None
 
     @property
     def query_bytes(self):

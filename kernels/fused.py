@@ -1,6 +1,11 @@
-"""Exponents of unmasked blocks straight from the products, for softcap and ALiBi: what is added to an exponent takes
+"""Exponents of unmasked blocks straight from the products, for softcap or ALiBi: what is added to an exponent takes
 the shift along, and a capped score is never there by itself. So an element takes one or two instructions less than in
 place (score.py), and their number is what softcap costs.
+
+With a softcap the exponents are a polynomial of the products, good for those within LIMIT. Not each product is looked
+at, but each row's sum, which is needed anyway: probabilities rise with the product's polynomial, so a sum below the
+probability at the limit has no larger product; and what the polynomial spoils far below minus the limit is so small a
+probability that it does not matter beside a sum which is not small itself. Other rows are done again the long way.
 """
 
 import math
@@ -9,16 +14,24 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Boolean, Float32, const_expr
 
+from .config import SMALLEST_CAP
 from .registers import kept
-from .score import Bias, ScoreHook, cap_constant, capped, literal
+from .score import LOG2_E, Bias, ScoreHook, cap_constant, capped, literal
 from .softmax import QUAD, ROWS, Softmax, in_chains
 
-# As score.CAPPED for |x| < LIMIT, 0.35 caps, off by 4 / 2^24 at most (tanh by 8): a term less is 64 instructions of 700
-# a block at head_dim 128
-CAPPED_SHORT = (-5.9804870e-5, 2.5990946e-3, -0.12499878)
-LIMIT = 1.4
+# As score.CAPPED for |x| < LIMIT, 0.4 caps, off by 10 / 2^24 at most (tanh by 20): a term less is 64 instructions of 700
+# a block at head_dim 128. With a limit of 0.35 caps (tanh off by 8 / 2^24) a block in thirty of normal scores was done
+# again at SMALLEST_CAP.
+CAPPED_SHORT = (-5.8287463e-5, 2.5956444e-3, -0.12499727)
+LIMIT = 1.6
+# The exponent at the limit, in base 2, of a cap of 1: log2(e) tanh(0.4)
+SLOPE = 0.54815
+# A sum of n columns is trusted if it is n times this probability at least, where that of a score of 0 is 1, at
+# SMALLEST_CAP: below minus the limit the polynomial's are off by 3.6e-6 at most, of this mean 1.8e-5, as by the
+# polynomial inside. With the cap that falls by SLOPE or faster.
+TRUSTED = 0.2
 # Coefficients hold cap_factor to the fifth power: far inside float32's range if it is between the inverse and this
 LARGEST_FACTOR = 2.0**12
 
@@ -33,6 +46,7 @@ class Polynomial(NamedTuple):
     constant: Float32
     limit: Float32  # of x^2: what is not below is large
     middle: Float32
+    largest_sum: Float32  # log2 of what a thread's sum of a row must be below, reduced by nothing
 
 
 class Terms(NamedTuple):
@@ -53,7 +67,18 @@ def polynomial(cap_factor: Float32, scale_log2: Float32) -> Polynomial:
         powers.append(power * Float32(coefficient))
         power = power * square
     constant, middle, highest = powers
-    return Polynomial(highest, constant, cutlass.select_(in_range, Float32(LIMIT**2) / square, Float32(0.0)), middle)
+    limit = cutlass.select_(in_range, Float32(LIMIT**2) / square, Float32(0.0))
+    largest_sum = cutlass.select_(in_range, cap_constant(scale_log2) * Float32(SLOPE / LOG2_E), Float32(-math.inf))
+    return Polynomial(highest, constant, limit, middle, largest_sum)
+
+
+@cute.jit
+def trusted(total: Float32, added: Float32, columns: cutlass.Constexpr[int], small: Polynomial) -> Boolean:
+    """Whether a thread's sum of a row says that no product spoils it; ``added``: to all its exponents. NaN does not."""
+    smallest = math.log2(columns * TRUSTED) + SLOPE * SMALLEST_CAP  # plus largest_sum is that of a cap
+    middle = smallest / 2
+    off = cute.math.log2(total, fastmath=True) - (added + Float32(middle))
+    return cute.arch.fmax(off, -off) < small.largest_sum - Float32(middle)
 
 
 @cute.jit
@@ -77,30 +102,24 @@ def exponent(
     added: Terms,
     small: Polynomial | None,
     run,
-    any_size: cutlass.Constexpr[bool],
+    limit: Float32 | None = None,
 ) -> Float32:
-    """Of one product; ``any_size``: also of a large one."""
+    """Of one product; with a softcap the long way where x^2 is not below ``limit``."""
     term = added.at[row]
-    if const_expr(added.step is not None):
-        if const_expr(small is None):
-            # In PTX: see score.add_term
-            return cute.arch.inline_ptx(
-                f"{{ .reg .f32 e; fma.rn.f32 e, {{$r2}}, {literal(float(8 * (column // 2) + column % 2))}, {{$r3}};"
-                " fma.rn.f32 {$w0}, {$r0}, {$r1}, e; }",
-                write_only_types=[Float32],
-                read_only_args=[x, run.scale_log2, added.step, term],
-            )
-        term = cute.arch.inline_ptx(
-            f"fma.rn.f32 {{$w0}}, {{$r0}}, {literal(float(8 * (column // 2) + column % 2))}, {{$r1}};",
+    if const_expr(small is None):
+        # In PTX: see score.add_term
+        return cute.arch.inline_ptx(
+            f"{{ .reg .f32 e; fma.rn.f32 e, {{$r2}}, {literal(float(8 * (column // 2) + column % 2))}, {{$r3}};"
+            " fma.rn.f32 {$w0}, {$r0}, {$r1}, e; }",
             write_only_types=[Float32],
-            read_only_args=[added.step, term],
+            read_only_args=[x, run.scale_log2, added.step, term],
         )
     square = x * x
     result = ((small.highest * square + small.middle) * square + small.constant) * x + term
-    if const_expr(any_size):
+    if const_expr(limit is not None):
         # In this order: else up to 100 instructions spill in kernels of windows
         of_large = capped(x * run.cap_factor) * run.scale_log2 + term + cap_constant(run.scale_log2)
-        result = cutlass.select_(square < small.limit, result, of_large)
+        result = cutlass.select_(square < limit, result, of_large)
     return result
 
 
@@ -111,23 +130,24 @@ def exponentiate(
     added: Terms,
     small: Polynomial | None,
     run,
-    any_size: cutlass.Constexpr[bool],
+    again: cutlass.Constexpr[bool],
 ):
-    """Products (2 rows, columns) to probabilities in place; ``sums``: this thread's of each row. Unless of ``any_size``
-    the sum of a row with a large one is infinite, and its probabilities are anything.
+    """Products (2 rows, columns) to probabilities in place; ``sums``: this thread's of each row, infinite where a row
+    is to be done again for its products. ``again``: such rows the long way now, and others as before, so that a row's
+    bits do not depend on its neighbours.
     """
+    columns = cute.size(scores, mode=[1])
     for row in cutlass.range_constexpr(ROWS):
-        largest = Int32(0)
-        for column in cutlass.range_constexpr(0, cute.size(scores, mode=[1]), 2):
-            pair = [scores[row, column + index] for index in range(2)]
-            if const_expr(small is not None and not any_size):
-                largest = largest_bits(largest, *(x * x for x in pair))
-            for index in cutlass.range_constexpr(2):
-                each = exponent(pair[index], row, column + index, added, small, run, any_size)
-                scores[row, column + index] = cute.math.exp2(each, fastmath=True)
+        limit = None
+        if const_expr(small is not None and again):
+            limit = cutlass.select_(sums[row] == Float32(math.inf), small.limit, Float32(math.inf))
+        for column in cutlass.range_constexpr(columns):
+            each = exponent(scores[row, column], row, column, added, small, run, limit)
+            scores[row, column] = cute.math.exp2(each, fastmath=True)
         sums[row] = in_chains(operator.add, scores, row)
-        if const_expr(small is not None and not any_size):
-            sums[row] = cutlass.select_(largest < bits(small.limit), sums[row], Float32(math.inf))
+        if const_expr(small is not None and not again):
+            keep = trusted(sums[row], added.at[row], columns, small)
+            sums[row] = cutlass.select_(keep, sums[row], Float32(math.inf))
 
 
 @cute.jit
@@ -167,20 +187,6 @@ def largest_exponent(
     its shift.
     """
     for column in cutlass.range_constexpr(cute.size(scores, mode=[1])):
-        least = cute.arch.fmax(least, exponent(scores[row, column], row, column, added, small, run, any_size=True))
+        limit = None if const_expr(small is None) else small.limit
+        least = cute.arch.fmax(least, exponent(scores[row, column], row, column, added, small, run, limit))
     return cute.arch.warp_reduction(least, cute.arch.fmax, threads_in_group=QUAD)
-
-
-@cute.jit
-def largest_bits(largest: Int32, a: Float32, b: Float32) -> Int32:
-    """Of numbers that are not negative, whose bits are in their order; NaN is the largest."""
-    return cute.arch.inline_ptx(
-        "{ .reg .s32 a, b; mov.b32 a, {$r1}; mov.b32 b, {$r2}; max.s32 a, a, b; max.s32 {$w0}, {$r0}, a; }",
-        write_only_types=[Int32],
-        read_only_args=[largest, a, b],
-    )
-
-
-@cute.jit
-def bits(number: Float32) -> Int32:
-    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[number])

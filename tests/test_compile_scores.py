@@ -12,15 +12,16 @@ from hopper_fa3.problem import BackwardStatic, Static
 DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
 HOOKS = ({"softcap": True}, {"sink": True}, {"alibi": "linear"}, {"alibi": "distance"}, {"chunked": True})
 # In a backward that holds both, the derivative of softcap and a slope are more than registers take; and the ends of
-# queries in chunks where the kernel without them has no register left. In a forward softcap takes a few beside the
-# accumulators of wide heads.
+# queries in chunks where the kernel without them has no register left. In a forward softcap takes a few outside of the
+# loop, but none at head_dim 128.
 SPILLS = 32
 FORWARD = [
     (dims, right, left, hook)
     for (dims, hook), (right, left) in itertools.product(zip(DIMS, HOOKS, strict=True), ((True, True),))
 ] + [
     ((64, 64), False, False, {"softcap": True}), ((64, 64), True, True, {"alibi": "distance"}),
-    ((128, 128), False, False, {"softcap": True}), ((128, 128), True, False, {"alibi": "linear"}),
+    ((128, 128), False, False, {"softcap": True}), ((128, 128), True, False, {"softcap": True}),
+    ((128, 128), False, False, {"softcap": True, "small_cap": True}), ((128, 128), True, False, {"alibi": "linear"}),
     ((128, 128), False, False, {"alibi": "distance"}), ((128, 128), True, False, {"sink": True}),
     ((128, 128), True, True, {"softcap": True, "sink": True, "alibi": "distance", "chunked": True}),
     ((256, 256), True, True, {"softcap": True, "sink": True, "alibi": "distance"}),
@@ -46,7 +47,7 @@ def test_forward(dims, right, left, hook):
     static = Static("bfloat16", *dims, right, left, False)._replace(**hook)
     config, found = plan.forward_config(static, plan.choose(static)), code(static)
     assert found.name.startswith(config.name) and found.local == 0
-    assert found.spills <= (SPILLS if config.softcap and config.fused and dims[0] > 128 else 0)
+    assert found.spills <= (SPILLS if config.softcap and config.fused and dims[0] != 128 else 0)
     # First block and loops, two or three, in each of which scores may be made again
     loops = 3 if left else 2
     scores, output = dims[0] // 16, config.tile_n // 16

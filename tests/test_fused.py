@@ -1,4 +1,10 @@
-"""The polynomial of capped scores, in float32 as the kernels compute it, against tanh in float64."""
+"""The polynomial of capped scores, in float32 as the kernels compute it, against tanh in float64; and which sums say
+that it serves a row.
+"""
+
+import inspect
+import math
+from types import SimpleNamespace
 
 import hopper_fa3.compile  # noqa: F401  chooses the DSL's target, which cutlass takes when it is first imported
 
@@ -6,8 +12,8 @@ import hopper_fa3.compile  # noqa: F401  chooses the DSL's target, which cutlass
 import pytest
 import torch
 
-from hopper_fa3.kernels import fused
-from hopper_fa3.kernels.config import CAP_UNITS
+from hopper_fa3.kernels import fused, score
+from hopper_fa3.kernels.config import CAP_UNITS, SMALLEST_CAP
 from hopper_fa3.kernels.score import CAPPED, LOG2_E
 
 ULP = 2.0**-24
@@ -36,14 +42,14 @@ def numbers(cap, scale):
 @pytest.mark.parametrize("cap", [0.5, 15.0, 50.0, 1024.0])
 @pytest.mark.parametrize("scale", [0.125, -0.3, 2.0, 2.0**-3.5])
 def test_exponents_of_small_products(cap, scale, monkeypatch):
-    """x P(x^2) + cap_constant is the capped score in base 2 without cap log2(e); the limit is 0.35 caps."""
+    """x P(x^2) + cap_constant is the capped score in base 2 without cap log2(e); the limit is 0.4 caps."""
     small = made(*numbers(cap, scale), monkeypatch)
     limit = small.limit.sqrt().item()
-    assert limit * abs(scale) == pytest.approx(0.35 * cap, rel=1e-6)
+    assert limit * abs(scale) == pytest.approx(0.4 * cap, rel=1e-6)
     x = torch.linspace(-limit, limit, 100_001, dtype=torch.float64)[1:-1].float()
     found = horner((small.highest, small.middle, small.constant), x * x) * x
     expected = LOG2_E * cap * torch.tanh(x.double() * scale / cap)
-    assert (found - expected).abs().max() < 11 * ULP * LOG2_E * cap  # 8 of them the polynomial's, exact
+    assert (found - expected).abs().max() < 23 * ULP * LOG2_E * cap  # 20 of them the polynomial's, exact
 
 
 @pytest.mark.parametrize(("cap", "scale"), [(2.0**-126, 1.0), (15.0, 0.0), (1024.0, 2.0**-40), (15.0, 2.0**40)])
@@ -51,11 +57,83 @@ def test_where_no_product_is_small(cap, scale, monkeypatch):
     """Powers of the factor leave float32's range."""
     factor, scale_log2 = numbers(cap, scale)
     small = made(factor.clamp(-(2.0**126), 2.0**126), scale_log2, monkeypatch)
-    assert small.limit == 0
+    assert small.limit == 0 and small.largest_sum == -math.inf
+    assert not any(trusted(torch.tensor([0.0, 1.0, 32.0, 1e30, math.inf]), torch.zeros(5), 32, small, monkeypatch))
+
+
+CAPS = (SMALLEST_CAP, 16.0, 18.0, 20.0, 25.0, 30.0, 50.0, 100.0, 300.0, 1024.0)
+
+
+def exponents(u, cap):
+    """``(found, expected)`` in base 2, of scores that are u caps, both in float64."""
+    x = CAP_UNITS * u
+    polynomial = -2 * horner(fused.CAPPED_SHORT, x * x) * x
+    return LOG2_E * cap * polynomial, LOG2_E * cap * torch.tanh(u)
+
+
+def test_probabilities_rise_with_the_polynomial():
+    """So that a sum below the probability at the limit has no larger score: the derivative has no zero."""
+    highest, middle, constant = fused.CAPPED_SHORT
+    assert highest < 0 < middle and (3 * middle) ** 2 < 4 * 5 * highest * constant
+    for cap in CAPS:
+        at_limit = exponents(torch.tensor(0.4, dtype=torch.float64), cap)[0].item()
+        assert fused.SLOPE * cap == pytest.approx(at_limit, rel=1e-5) and fused.SLOPE * cap <= at_limit
+
+
+@pytest.mark.parametrize("cap", CAPS)
+def test_what_the_polynomial_spoils_below_minus_the_limit(cap):
+    """At most 20 ULP of the cap, of the smallest mean of a trusted row."""
+    found, expected = exponents(-torch.linspace(0.4, 30, 300_001, dtype=torch.float64), cap)
+    worst = (torch.exp2(found) - torch.exp2(expected)).abs().max()
+    mean = fused.TRUSTED * 2.0 ** (-fused.SLOPE * (cap - SMALLEST_CAP))
+    assert worst < 20 * ULP * cap * mean
+    assert cap > SMALLEST_CAP or worst > 19 * ULP * cap * mean
+
+
+@pytest.mark.parametrize("columns", [20, 28, 32, 44])
+@pytest.mark.parametrize("cap", CAPS[:-2])
+def test_trusted_sums(cap, columns, monkeypatch):
+    """Whatever the scores are: a trusted sum is right, and those of scores that are small are trusted."""
+    small = made(*numbers(cap, 1.0), monkeypatch)
+    generator = torch.Generator().manual_seed(int(cap) + columns)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    rows = 20_000
+    u = normal(rows, 1) * 0.3 + normal(rows, columns) * torch.rand(rows, 1, generator=generator) * 0.5
+    # Few are large, or small among large ones
+    u += (torch.rand(rows, columns, generator=generator) < 0.05) * normal(rows, 1)
+    found, expected = exponents(u, cap)
+    added = normal(rows) * 20
+    sums, right = (torch.exp2(each + added[:, None]).sum(1) for each in (found, expected))
+    kept = trusted(sums.float(), added.float(), columns, small, monkeypatch)
+    error = ((sums - right) / right).abs()
+    assert error[kept].max() < 42 * ULP * cap and error[~kept].max() > 1e-3
+    assert not kept[(u > 0.4001).any(1)].any() and 100 < kept.sum() < rows - 100
+    within = torch.exp2(expected).sum(1) < 0.99 * 2.0 ** (fused.SLOPE * cap)
+    assert kept[within & (u > -0.1).any(1) & (u.mean(1) > -0.1)].all()
+
+
+def test_sums_that_say_nothing(monkeypatch):
+    small = made(*numbers(30.0, 1.0), monkeypatch)
+    sums = torch.tensor([0.0, math.inf, math.nan, 32.0])
+    assert trusted(sums, torch.zeros(4), 32, small, monkeypatch).tolist() == [False, False, False, True]
+
+
+def trusted(sums, added, columns, small, monkeypatch):
+    """fused.trusted on torch's float32 numbers."""
+    monkeypatch.setattr(fused, "Float32", lambda number: torch.tensor(number, dtype=torch.float32))
+    cute = SimpleNamespace(
+        math=SimpleNamespace(log2=lambda x, fastmath: torch.log2(x)), arch=SimpleNamespace(fmax=torch.fmax)
+    )
+    monkeypatch.setattr(fused, "cute", cute)
+    return inspect.unwrap(fused.trusted)(sums, added, columns, small)
 
 
 def made(factor, scale_log2, monkeypatch):
     """fused.polynomial on torch's float32 numbers."""
     monkeypatch.setattr(fused, "Float32", lambda number: torch.tensor(number, dtype=torch.float32))
+    monkeypatch.setattr(score, "Float32", fused.Float32)
     monkeypatch.setattr(fused.cutlass, "select_", torch.where)
     return fused.polynomial(factor, scale_log2)

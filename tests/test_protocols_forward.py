@@ -25,16 +25,17 @@ KINDS = {
     "ALiBi, causal": {"slopes": [(0.3,), (-0.2,), (6.0, 0.5)], "right": 0},
     "ALiBi, right bound": {"slopes": [(0.3,), (-0.2,), (6.0, 0.5)], "right": [1, 20]},
     "ALiBi, window": {"slopes": [(0.3,), (-0.2, 4.0)], "right": [0, 20], "left": [0, 30, 70]},
-    "softcap": {"softcap": [5.0, 30.0, 200.0], "right": [None, 0], "spreads": [(0.3,), MIXED]},
-    "softcap, few are large": {"softcap": 5.0, "spreads": (*(0.1,) * 15, 10.0)},
+    "softcap": {"softcap": [15.0, 30.0, 200.0], "right": [None, 0], "spreads": [(0.3,), MIXED]},
+    "softcap, few are large": {"softcap": 15.0, "spreads": (*(0.3,) * 15, 10.0)},
+    "small softcap": {"softcap": [1.0, 5.0], "right": [None, 0], "spreads": [(0.1,), MIXED]},
     "softcap, ALiBi, causal": {
         "softcap": [5.0, 30.0, 200.0],
         "slopes": [(0.3, -0.2), (4.0,)],
         "right": 0,
         "spreads": MIXED,
     },
-    "softcap, window": {"softcap": 5.0, "right": [0, 20], "left": [0, 30, 70], "spreads": MIXED},
-    "softcap, sink": {"softcap": 5.0, "right": [None, 0], "sink": [-2.0, 30.0], "spreads": MIXED},
+    "softcap, window": {"softcap": [5.0, 20.0], "right": [0, 20], "left": [0, 30, 70], "spreads": MIXED},
+    "softcap, sink": {"softcap": [5.0, 20.0], "right": [None, 0], "sink": [-2.0, 30.0], "spreads": MIXED},
     "plain": {"right": [None, 0, 20], "spreads": [(1.0,), MIXED]},
     "window": {"right": [0, 20], "left": [0, 30, 70], "spreads": [(1.0,), MIXED]},
     "chunks": {"right": [0, 20], "left": [30, 200], "chunk": [16, 50, 64]},
@@ -124,14 +125,15 @@ def test_bits_of_a_row_are_its_own(kind, spread):
     assert again[0] < again[-1] or spread > 1
 
 
-# The steepest slopes; caps of which no product is small (fused.polynomial); blocks wider than a warpgroup has rows
+# The steepest slopes; a scale with which no product is small (fused.polynomial), and the largest cap with which they
+# are; blocks wider than a warpgroup has rows
 @pytest.mark.parametrize(
     ("options", "tile"),
     [
         ({"slopes": (-4.0,)}, {}),
         ({"slopes": (20.0,)}, {}),
-        ({"softcap": 1e-4}, {}),
-        ({"softcap": 1024.0, "scale": 2.0**-10, "slopes": (0.3,)}, {}),
+        ({"softcap": 1024.0, "scale": 2.0**-10}, {}),
+        ({"softcap": 1024.0, "spreads": (3.0, 10.0)}, {}),
         ({"slopes": (0.3, 2.0), "softcap": 5.0, "spreads": MIXED, "seqlen_q": 130, "seqlen_k": 300}, {"tile_n": 128}),
     ],
 )
@@ -139,6 +141,12 @@ def test_extremes(options, tile):
     lengths = {"seqlen_q": 130, "seqlen_k": 100, "batch": 1, "heads_k": 1, "scale": 0.5}
     given, _ = problem("plain", 0, **{**lengths, "right": None, "group": 1, **options})
     assert run_forward(given, 0, **tile)[2] > 0
+
+
+def test_the_smallest_caps():
+    """Scores in place, whatever their size: nothing outgrows a shift."""
+    given, _ = problem("plain", 0, seqlen_q=130, seqlen_k=100, right=None, group=1, softcap=1e-4)
+    assert run_forward(given, 0)[2] == 0
 
 
 def test_results_do_not_depend_on_the_order():
@@ -221,13 +229,16 @@ FAULTS = {
         CAPPED, {}, "fused", "term + cap_constant(run.scale_log2)", "term"
     ),
     "large scores are not seen": (
-        CAPPED, {}, "fused", "cutlass.select_(largest < bits(small.limit), sums[row], Float32(math.inf))", "sums[row]"
+        CAPPED, {}, "fused", "cutlass.select_(keep, sums[row], Float32(math.inf))", "sums[row]"
     ),
-    "one of two scores is looked at": (
-        "softcap, few are large", {}, "fused", "max.s32 a, a, b; max.s32 {$w0}, {$r0}, a;", "max.s32 {$w0}, {$r0}, a;"
+    "a large sum is trusted": (
+        CAPPED, {}, "fused", "cute.arch.fmax(off, -off) < small", "-off < small"
+    ),
+    "a sum is compared as if nothing were added to the exponents": (
+        CAPPED, {}, "fused", "- (added + Float32(middle))", "- Float32(middle)"
     ),
     "no second way behind the first": (
-        CAPPED, {}, "block_softmax", "sums, rows, block, run, any_size=True)", "sums, rows, block, run, any_size=False)"
+        CAPPED, {}, "block_softmax", "sums, rows, block, run, again=True)", "sums, rows, block, run, again=False)"
     ),
     "a row falls below its shift": (
         CAPPED, {}, "fused", "largest_exponent(scores, row, shift[row], whole",
