@@ -21,9 +21,9 @@ from .registers import kept
 from .score import LOG2_E, Bias, ScoreHook, cap_constant, capped, literal
 from .softmax import QUAD, ROWS, Softmax, in_chains
 
-# As score.CAPPED for |x| < LIMIT, 0.4 caps, off by 10 / 2^24 at most (tanh by 20): a term less is 64 instructions of 700
-# a block at head_dim 128. With a limit of 0.35 caps (tanh off by 8 / 2^24) a block in thirty of normal scores was done
-# again at SMALLEST_CAP.
+# As score.CAPPED for |x| < LIMIT, 0.4 caps, off by 10 / 2^24 at most (tanh by 20): a term less is 64 of 700 instructions
+# of a block at head_dim 128. With a limit of 0.35 caps (tanh off by 8 / 2^24) a block in thirty of normal scores was
+# done again at SMALLEST_CAP.
 CAPPED_SHORT = (-5.8287463e-5, 2.5956444e-3, -0.12499727)
 LIMIT = 1.6
 # The exponent at the limit, in base 2, of a cap of 1: log2(e) tanh(0.4)
