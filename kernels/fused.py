@@ -21,16 +21,16 @@ from .registers import kept
 from .score import LOG2_E, Bias, ScoreHook, cap_constant, capped, literal
 from .softmax import QUAD, ROWS, Softmax, in_chains
 
-# As score.CAPPED for |x| < LIMIT, 0.4 caps, off by 10 / 2^24 at most (tanh by 20): a term less is 64 of 700 instructions
-# of a block at head_dim 128. With a limit of 0.35 caps (tanh off by 8 / 2^24) a block in thirty of normal scores was
+# As score.CAPPED for |x| < LIMIT, 0.4 caps, off by 10 / 2^24 at most (tanh by 20): a term less is 64 of 700
+# instructions of a block at head_dim 128. With 0.35 caps (tanh off by 8 / 2^24) a block in thirty of normal scores was
 # done again at SMALLEST_CAP.
 CAPPED_SHORT = (-5.8287463e-5, 2.5956444e-3, -0.12499727)
 LIMIT = 1.6
 # The exponent at the limit, in base 2, of a cap of 1: log2(e) tanh(0.4)
 SLOPE = 0.54815
-# A sum of n columns is trusted if it is n times this probability at least, where that of a score of 0 is 1, at
-# SMALLEST_CAP: below minus the limit the polynomial's are off by 3.6e-6 at most, of this mean 1.8e-5, as by the
-# polynomial inside. With the cap that falls by SLOPE or faster.
+# The least mean of a trusted sum's probabilities at SMALLEST_CAP, where a score of 0 has 1: those of scores below minus
+# the limit are off by 3.6e-6 at most, 1.8e-5 of this mean, no more than the exponents inside. With larger caps they
+# shrink by SLOPE or faster.
 TRUSTED = 0.2
 # Coefficients hold cap_factor to the fifth power: far inside float32's range if it is between the inverse and this
 LARGEST_FACTOR = 2.0**12
