@@ -32,7 +32,8 @@ class Rows(NamedTuple):
     sum: cute.Tensor
     keys: RowKeys
     slope: Float32 | None
-    diagonal: Int32 | None  # the key on the first row's diagonal, counted from the tile's origin; with a slope
+    # With a slope: the key on the first row's diagonal, counted from the thread's first column of the first block
+    diagonal: Int32 | None
     pairs: Pairs | None  # of the first row and the tile's origin; with hooks of a user's own
 
 
@@ -56,7 +57,7 @@ class InPlaceSoftmax:
     @cute.jit
     def apply_hook(self, scores: cute.Tensor, rows: Rows, block: Int32, run: RunTime):
         """One block's products to what the softmax takes, masks aside."""
-        place = None if rows.slope is None else self.first_column(block) - rows.diagonal
+        place = None if rows.slope is None else block * self.config.tile_n - rows.diagonal
         bias = None if rows.slope is None else self.hook.bias(rows.slope, place, scores[0])
         pairs = None
         if const_expr(self.hook.of_pairs):
@@ -205,7 +206,7 @@ class FusedSoftmax(InPlaceSoftmax):
         """The Bias of a block on one side of its rows' diagonals, or None."""
         if const_expr(rows.slope is None):
             return None
-        distance, slope = self.first_column(block) - rows.diagonal, rows.slope
+        distance, slope = block * self.config.tile_n - rows.diagonal, rows.slope
         if const_expr(self.config.from_diagonal):
             slope = cutlass.select_(distance > 0, -slope, slope)
         return replace(self.hook, alibi="linear").bias(slope, distance, scores[0])

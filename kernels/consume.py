@@ -25,6 +25,7 @@ from .products import (
     new_accumulator,
     rows_and_columns,
 )
+from .registers import kept
 from .schedule import SLOTS, Place, Schedule, TileQueue
 from .score import Pairs, ScoreHook
 from .sequence import rows_of
@@ -175,6 +176,9 @@ class Consumer:
         if const_expr(order is not None):
             for behind in cutlass.range(2, unroll=1):
                 blocks = order.side(behind, own)
+                # Else all of the order is computed again in each step: 18 of 492 instructions at head_dim 128
+                inner, full, end = map(cute.arch.make_warp_uniform, (blocks.inner, blocks.full, blocks.end))
+                blocks = blocks._replace(inner=inner, full=full, end=end)
                 k_state, v_state = self.other_blocks(products, pipes, k_state, v_state, rows, warpgroup, blocks, run)
         else:
             k_state, v_state = self.other_blocks(products, pipes, k_state, v_state, rows, warpgroup, own, run)
@@ -235,7 +239,10 @@ class Consumer:
         scores = new_accumulator(products.qk_first, (WGMMA_M, config.tile_n))
         shift, row_sum = self.softmax.start()
         keys = self.band.row_keys(first_row, seqlen_q, seqlen_k, run, origin)
-        diagonal = None if slope is None else first_row + seqlen_k - seqlen_q - origin
+        diagonal = None
+        if const_expr(slope is not None):
+            first_column = 2 * (cute.arch.lane_idx() % QUAD)
+            diagonal = kept(first_row + seqlen_k - seqlen_q - origin - first_column)
         probabilities = self.probabilities.start(products, scores, s_p)
         return Rows(acc_o, probabilities, shift, row_sum, keys, slope, diagonal, pairs)
 

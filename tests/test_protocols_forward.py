@@ -220,7 +220,7 @@ FAULTS = {
     ),
     "rows lie 4 apart": (FROM_DIAGONAL, {}, "score", "ROWS_APART = 8", "ROWS_APART = 4"),
     "a term of another lane's columns": (
-        "ALiBi, causal", {}, "block_softmax", "2 * (cute.arch.lane_idx() % QUAD)", "(cute.arch.lane_idx() % QUAD)"
+        "ALiBi, causal", {}, "consume", "2 * (cute.arch.lane_idx() % QUAD)", "(cute.arch.lane_idx() % QUAD)"
     ),
     "the constant is left out": (
         CAPPED, {}, "fused", "at[row] = at[row] - cap_constant(run.scale_log2)", "pass"
