@@ -168,7 +168,7 @@ class InPlaceSoftmax:
 @dataclass(frozen=True)
 class FusedSoftmax(InPlaceSoftmax):
     """An unmasked block with a softcap or slopes: exponents straight from the products (fused.py). With a softcap it is
-    done again also where a row has a large score.
+    done again also where a row's sum is not trusted.
     """
 
     def prepare(self, scores: cute.Tensor, rows: Rows, block: Int32, sides: Sides, run: RunTime):

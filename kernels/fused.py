@@ -75,8 +75,9 @@ def polynomial(cap_factor: Float32, scale_log2: Float32) -> Polynomial:
 @cute.jit
 def trusted(total: Float32, added: Float32, columns: cutlass.Constexpr[int], small: Polynomial) -> Boolean:
     """Whether a thread's sum of a row says that no product spoils it; ``added``: to all its exponents. NaN does not."""
-    smallest = math.log2(columns * TRUSTED) + SLOPE * SMALLEST_CAP  # plus largest_sum is that of a cap
-    middle = smallest / 2
+    # Between 2 ** (ends - largest_sum) and 2 ** largest_sum
+    ends = math.log2(columns * TRUSTED) + SLOPE * SMALLEST_CAP
+    middle = ends / 2
     off = cute.math.log2(total, fastmath=True) - (added + Float32(middle))
     return cute.arch.fmax(off, -off) < small.largest_sum - Float32(middle)
 

@@ -68,6 +68,15 @@ def close(figure):
     pyplot.close(figure)
 
 
+def reduce_colours(path):
+    """A PNG in 256 colours: a third of its size, and to the eye the same. Pictures stay in the history for good."""
+    from PIL import Image  # with matplotlib, which needs it
+
+    with Image.open(path) as image:
+        reduced = image.convert("RGB").quantize(256, dither=Image.Dither.NONE)
+    reduced.save(path, optimize=True)
+
+
 def title(figure, text, facts):
     """The headline, and under it what the figures were measured on (facts: environment.describe)."""
     figure.suptitle(f"{text}\n{facts['gpu']}, {facts['date'][:10]}, commit {facts['commit']}", fontsize=11)
@@ -84,6 +93,7 @@ def draw(path, make, *arguments):
         return None
     figure.savefig(path)
     close(figure)
+    reduce_colours(path)
     print(f"wrote {path}", file=sys.stderr)
     return path
 

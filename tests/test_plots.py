@@ -160,6 +160,22 @@ def test_without_matplotlib_there_is_one_line_and_no_picture(tmp_path, monkeypat
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_picture_has_few_colours(tmp_path):
+    """And is still the picture: a third of the bytes, no pixel far from what was drawn."""
+    pytest.importorskip("matplotlib")
+    from PIL import Image, ImageChops
+
+    path, facts = tmp_path / "x.png", FACTS | {"suite": "decode"}
+    figure = plots.rates(decode_rows(), facts)
+    figure.savefig(tmp_path / "all.png")
+    assert plots.draw(path, plots.rates, decode_rows(), facts) == path
+    with Image.open(path) as found, Image.open(tmp_path / "all.png") as drawn:
+        assert found.mode == "P" and found.size == drawn.size
+        off = ImageChops.difference(found.convert("RGB"), drawn.convert("RGB"))
+    assert max(largest for _, largest in off.getextrema()) < 48
+    assert path.stat().st_size < 0.5 * (tmp_path / "all.png").stat().st_size
+
+
 def test_a_file_of_other_rows_is_refused(tmp_path):
     path = tmp_path / "x.json"
     empty = {"environment": FACTS, "rows": []}
