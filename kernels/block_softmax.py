@@ -106,8 +106,8 @@ class InPlaceSoftmax:
         run: RunTime,
     ):
         """Probabilities of a prepared block, kept at once where P is early; ``sums``: this thread's of each row."""
-        # Once in general, twice where a row outgrew its shift. Never more: at logits beyond 2**27 rounding alone can
-        # pass the limit.
+        # Once in general, twice where a row outgrew its shift or its sum is infinite. Never more: at logits beyond
+        # 2**27 rounding alone can pass the limit.
         outgrown, fresh = Boolean(True), Boolean(True)
         while outgrown:
             self.once(products, scores, sums, rows, block, run, again=False)
@@ -168,7 +168,7 @@ class InPlaceSoftmax:
 @dataclass(frozen=True)
 class FusedSoftmax(InPlaceSoftmax):
     """An unmasked block with a softcap or slopes: exponents straight from the products (fused.py). With a softcap it is
-    done again also where a row's sum is not trusted.
+    done again also where their polynomial does not serve all of a row: its sum is infinite then.
     """
 
     def prepare(self, scores: cute.Tensor, rows: Rows, block: Int32, sides: Sides, run: RunTime):
@@ -182,7 +182,7 @@ class FusedSoftmax(InPlaceSoftmax):
         self, scores: cute.Tensor, sums: cute.Tensor, rows: Rows, block: Int32, run: RunTime, again: bool
     ):
         added = fused.terms(self.hook, self.bias(rows, block, scores), rows.shift, run)
-        fused.exponentiate(rows_and_columns(scores), sums, added, run.polynomial, run, again)
+        fused.exponentiate(rows_and_columns(scores), sums, added, run.polynomial, run, self.config.by_sums, again)
 
     @cute.jit
     def catch_up(

@@ -12,7 +12,9 @@ SHARED_MEMORY_LIMIT = 232_448  # bytes a CTA may use on sm_90: 227 KiB
 SHARED_ALIGNMENT = 1024  # bytes; the 128-byte swizzle of TMA and WGMMA repeats every 1024
 ELEMENT_BYTES = 2  # bf16 and fp16
 FLOAT_BYTES = 4
-SMALLEST_CAP = 15.0  # of which rows' sums tell whether a polynomial serves their scores: fused.py
+# Of which rows' sums tell whether a polynomial serves their scores (fused.py). Keys to which sums are blind, those that
+# it makes wrong by more than 2^-9, weigh at most a millionth of one with a score of 0, with a cap of 15 a thousandth
+SMALLEST_CAP = 30.0
 CAP_UNITS = 4.0  # of a softcap, in which score.py takes a score: below 2 units it needs no exponential
 SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16"}  # what kernels are built for, as names say it
 
@@ -104,7 +106,7 @@ class ForwardConfig(Checked):
     left_bound: bool = False
     packed: bool = False  # several sequences in one tensor, whose lengths the device knows
     softcap: bool = False
-    small_cap: bool = False  # the softcap is below SMALLEST_CAP
+    small_cap: bool = False  # a softcap alone that is below SMALLEST_CAP
     sink: bool = False
     alibi: str | None = None  # "linear" (no key behind a query's diagonal) or "distance"
     chunked: bool = False  # only with both bounds
@@ -142,13 +144,15 @@ class ForwardConfig(Checked):
     @property
     def fused(self):
         """True where exponents of unmasked blocks come straight from the products: fused.py. ALiBi's must be linear
-        there. Not both: a bias hides from the sums how large the products are.
+        there.
         """
-        if self.softcap:
-            built = not self.small_cap and self.alibi is None
-        else:
-            built = self.alibi == "linear" or self.from_diagonal
-        return built and self.score is None and self.mask is None
+        linear = self.alibi != "distance" or self.from_diagonal
+        return (self.softcap or self.alibi is not None) and linear and self.score is None and self.mask is None
+
+    @property
+    def by_sums(self):
+        """True where rows' sums say whether the polynomial of a softcap serves them. A bias would hide it from them."""
+        return self.fused and self.softcap and not self.small_cap and self.alibi is None
 
     @property
     def query_bytes(self):

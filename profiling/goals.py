@@ -41,7 +41,8 @@ FEATURES = {
     "64 lognormal": Goal(1.15, LEAST, 0.97),
 }
 # feature -> head_dim -> share of the speed of plain scores, through the public function
-SCORES = {"softcap": {128: 0.85, 256: 0.85}, "sink": {128: 0.98}, "ALiBi": {128: 0.95}}
+SOFTCAP = {128: 0.85, 256: 0.85}
+SCORES = {"softcap 50": SOFTCAP, "softcap 15": SOFTCAP, "sink": {128: 0.98}, "ALiBi": {128: 0.95}}
 
 
 def goal(cell):

@@ -91,12 +91,12 @@ def lse_bound(q, k, lse, scale):
 
 
 def hook_error(q, k, *, softcap=0.0, alibi_slopes=None, score=None, **_):
-    """By what softcap and slopes may move the LSE further, each twice because the oracle errs by as much. u = 2^-24.
+    """By what softcap and slopes may move the LSE further, each twice because the oracle errs as well. u = 2^-24.
 
     Softcap is a float32's tanh times the cap: at most 16 u of the cap, by the hardware's exponential and reciprocal
-    (2^-22 each) and three products; or 20 u by a polynomial, and 20 more by what rows' sums may hide (fused.py), beside
-    an oracle that errs by 16 u. A bias is a slope times a distance below 2^24, rounded four times: 4 u of the largest.
-    What a score hook adds to a score of 0 is rounded a few times likewise: 8 u of the largest.
+    (2^-22 each) and three products; by a polynomial 21 u, 2 by what rows' sums may hide (fused.py), and its rounding. A
+    bias is a slope times a distance below 2^24, rounded four times: 4 u of the largest. What a score hook adds to a
+    score of 0 is rounded a few times likewise: 8 u of the largest.
     """
     added = 0.0
     if score is not None:
@@ -104,7 +104,7 @@ def hook_error(q, k, *, softcap=0.0, alibi_slopes=None, score=None, **_):
         added = largest(score.scores(zero, indices_of(*map(range, zero.shape), q.device)), (2, 3))
     farthest = max(q.shape[1], k.shape[1])
     slopes = q.new_zeros(()) if alibi_slopes is None else alibi_slopes
-    return 2 * 2.0**-24 * (28 * softcap + 4 * farthest * slopes.abs().float() + 8 * added)
+    return 2 * 2.0**-24 * (24 * softcap + 4 * farthest * slopes.abs().float() + 8 * added)
 
 
 def largest(x, dims):

@@ -64,7 +64,8 @@ PACKED = [
 HOOKS = [
     (Case(1, 150, 201, 2, 1, head_dim, head_dim, causal=causal), options)
     for head_dim, causal, options in (
-        (64, False, {"softcap": 15.0}), (128, True, {"sink": torch.tensor([100.0, -3.0])}),
+        (64, False, {"softcap": 15.0}), (64, False, {"softcap": 50.0}),
+        (128, True, {"sink": torch.tensor([100.0, -3.0])}),
         (128, True, {"alibi_slopes": torch.tensor([0.1, -0.02])}),
         (256, False, {"alibi_slopes": torch.tensor([0.5, 0.1])}),
         (128, False, {"attention_chunk": 70}), (256, True, {"attention_chunk": 40, "softcap": 5.0}),

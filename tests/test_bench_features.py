@@ -106,11 +106,12 @@ def test_packed_lengths_are_the_seeds_and_fill_all_tokens():
 def test_scores_are_changed_where_goals_ask_for_it():
     cases = cases_of("--suite", "scores")
     assert {(case.change, case.head_dim) for case in cases} == {
-        ("softcap", 64), ("softcap", 128), ("softcap", 256), ("sink", 128), ("ALiBi", 128)
+        ("softcap 50", 64), ("softcap 50", 128), ("softcap 50", 256), ("softcap 15", 128), ("softcap 15", 256),
+        ("sink", 128), ("ALiBi", 128),
     }  # fmt: skip
     assert {(case.seqlen_q, case.batch, case.heads * case.head_dim) for case in cases} == {(8192, 2, 2048)}
     (own,) = bench.SUITES["scores"].yardsticks
-    assert own.of(cases[1]).change == "" and own.of(cases[1]).causal and len(cases) == 10
+    assert own.of(cases[1]).change == "" and own.of(cases[1]).causal and len(cases) == 14
     asked = {goals.goal(tables.Cell.of(kind, case, case.change)) for case in cases for kind in ("public", "autograd")}
     assert asked == {None, *(goals.Goal(None, None, kept) for kept in (0.85, 0.98, 0.95))}
 
@@ -257,7 +258,7 @@ SMALL = {
         exact_packed,
     ),
     "scores": (
-        [suites_scores.scored(change, 128, True, 1, 40) for change in ("softcap", "sink", "ALiBi")],
+        [suites_scores.scored(change, 128, True, 1, 40) for change in ("softcap 50", "sink", "ALiBi")],
         exact_scores,
     ),
 }  # fmt: skip
@@ -361,7 +362,7 @@ def test_a_run_of_changed_scores(monkeypatch, tmp_path):
     public = stem.with_suffix(".md").read_text().split("### ")[1]
     for line in (
         "| 128 | ALiBi |", "| 1.00 | 0.85 kept | goal |", "| 1.00 | 0.98 kept | goal |",
-        "- geometric mean of ours / ours plain at equal work: 1.00; least 1.00 (D 128, softcap)",
+        "- geometric mean of ours / ours plain at equal work: 1.00; least 1.00 (D 128, softcap 50)",
         "- goals, unrounded: 3 of 3 cells meet the goal, 0 only the least, 0 neither",
     ):  # fmt: skip
         assert line in public
@@ -428,7 +429,7 @@ def test_what_is_asked_of_windows_is_decided_by_blocks():
 
 def test_what_is_asked_of_scores_needs_no_peer():
     for ours, word in ((1000, "goal"), (1170, "goal"), (1180, "neither")):
-        assert judged(rows("public", "softcap", {"ours": ours, "ours plain": 1000})) == [("0.85 kept", word)]
+        assert judged(rows("public", "softcap 50", {"ours": ours, "ours plain": 1000})) == [("0.85 kept", word)]
     missed = rows("autograd", "sink", {"ours": 1100, "ours plain": 1000})
     assert "- goals, unrounded: 0 of 1 cells meet the goal, 0 only the least, 1 neither (D 128, sink: 0.909)" in (
         tables.markdown(missed)

@@ -49,7 +49,17 @@ def test_exponents_of_small_products(cap, scale, monkeypatch):
     x = torch.linspace(-limit, limit, 100_001, dtype=torch.float64)[1:-1].float()
     found = horner((small.highest, small.middle, small.constant), x * x) * x
     expected = LOG2_E * cap * torch.tanh(x.double() * scale / cap)
-    assert (found - expected).abs().max() < 23 * ULP * LOG2_E * cap  # 20 of them the polynomial's, exact
+    assert (found - expected).abs().max() < 23 * ULP * LOG2_E * cap  # 21 of them the polynomial's, exact
+
+
+@pytest.mark.parametrize(("cap", "scale"), [(1024.0, 2.0**-11), (30.0, 2.0**22), (30.0, -1.0)])
+def test_powers_within_range(cap, scale, monkeypatch):
+    """As far as scores are small with any scale that one would ask for."""
+    small = made(*numbers(cap, scale), monkeypatch)
+    assert small.limit.sqrt().item() * abs(scale) == pytest.approx(0.4 * cap, rel=1e-6)
+    for coefficient in (small.highest, small.middle, small.constant):
+        assert 2.0**-120 < abs(coefficient) < 2.0**120
+    assert small.largest_sum == pytest.approx(fused.SLOPE * cap, rel=1e-6)
 
 
 @pytest.mark.parametrize(("cap", "scale"), [(2.0**-126, 1.0), (15.0, 0.0), (1024.0, 2.0**-40), (15.0, 2.0**40)])
@@ -57,11 +67,11 @@ def test_where_no_product_is_small(cap, scale, monkeypatch):
     """Powers of the factor leave float32's range."""
     factor, scale_log2 = numbers(cap, scale)
     small = made(factor.clamp(-(2.0**126), 2.0**126), scale_log2, monkeypatch)
-    assert small.limit == 0 and small.largest_sum == -math.inf
+    assert small.limit < 0 and small.largest_sum == -math.inf
     assert not any(trusted(torch.tensor([0.0, 1.0, 32.0, 1e30, math.inf]), torch.zeros(5), 32, small, monkeypatch))
 
 
-CAPS = (SMALLEST_CAP, 16.0, 18.0, 20.0, 25.0, 30.0, 50.0, 100.0, 300.0, 1024.0)
+CAPS = (SMALLEST_CAP, 31.0, 35.0, 40.0, 50.0, 100.0, 300.0, 1024.0)
 
 
 def exponents(u, cap):
@@ -82,12 +92,21 @@ def test_probabilities_rise_with_the_polynomial():
 
 @pytest.mark.parametrize("cap", CAPS)
 def test_what_the_polynomial_spoils_below_minus_the_limit(cap):
-    """At most 20 ULP of the cap, of the smallest mean of a trusted row."""
+    """At most 1.2 ULP of the cap, of the smallest mean of a trusted row: 2.1e-6 at the smallest cap."""
     found, expected = exponents(-torch.linspace(0.4, 30, 300_001, dtype=torch.float64), cap)
     worst = (torch.exp2(found) - torch.exp2(expected)).abs().max()
     mean = fused.TRUSTED * 2.0 ** (-fused.SLOPE * (cap - SMALLEST_CAP))
-    assert worst < 20 * ULP * cap * mean
-    assert cap > SMALLEST_CAP or worst > 19 * ULP * cap * mean
+    assert worst < 1.2 * ULP * cap * mean
+    assert cap > SMALLEST_CAP or worst > 1.1 * ULP * cap * mean
+
+
+def test_keys_to_which_sums_are_blind():
+    """What the polynomial spoils by more than 16 bit do is a millionth of a score of 0, at the smallest cap."""
+    u = -torch.linspace(0.4, 30, 300_001, dtype=torch.float64)
+    for cap, largest in ((SMALLEST_CAP, 1.1e-6), (50.0, 3e-10), (15.0, 1e-3)):
+        found, expected = exponents(u, cap)
+        spoilt = torch.exp2(expected)[(torch.exp2(found - expected) - 1).abs() > 2.0**-9]
+        assert 0.3 * largest < spoilt.max() < largest
 
 
 @pytest.mark.parametrize("columns", [20, 28, 32, 44])
@@ -109,7 +128,7 @@ def test_trusted_sums(cap, columns, monkeypatch):
     sums, right = (torch.exp2(each + added[:, None]).sum(1) for each in (found, expected))
     kept = trusted(sums.float(), added.float(), columns, small, monkeypatch)
     error = ((sums - right) / right).abs()
-    assert error[kept].max() < 42 * ULP * cap and error[~kept].max() > 1e-3
+    assert error[kept].max() < 24 * ULP * cap and error[~kept].max() > 1e-3
     assert not kept[(u > 0.4001).any(1)].any() and 100 < kept.sum() < rows - 100
     within = torch.exp2(expected).sum(1) < 0.99 * 2.0 ** (fused.SLOPE * cap)
     assert kept[within & (u > -0.1).any(1) & (u.mean(1) > -0.1)].all()

@@ -32,7 +32,7 @@ def hook(name, case, device, seed=3):
     generator = torch.Generator().manual_seed(seed)
     normal = torch.randn(len(case.lengths_q), case.heads, generator=generator).to(device)
     return {
-        "softcap": {"softcap": 15.0},
+        "softcap": {"softcap": 30.0},
         "sink": {"sink": 2 * normal[0]},
         "alibi": {"alibi_slopes": normal[0] * 2.0 ** -torch.arange(case.heads, device=device)},
         "slopes of a sequence": {"alibi_slopes": normal / 16},
@@ -93,7 +93,7 @@ def test_many_tiles(dims, device):
 
 
 @pytest.mark.kernels("softcaps")
-@pytest.mark.parametrize(("softcap", "scale"), [(15.0, 3.0), (15.0, -0.3), (0.5, 1.0), (1024.0, 0.5)])
+@pytest.mark.parametrize(("softcap", "scale"), [(15.0, 3.0), (30.0, 5.0), (30.0, -0.3), (0.5, 1.0), (1024.0, 0.5)])
 def test_softcap_of_any_logits(softcap, scale, device):
     check_both(replace(USED, softmax_scale=scale), device, softcap=softcap, causal=True)
 
@@ -107,7 +107,7 @@ def test_softcap_of_any_logits(softcap, scale, device):
 def test_sinks_of_any_size(case, value, device):
     """Also of sequences without keys: their LSE is the sink; and of rows of no sequence, where it is -inf."""
     sink = torch.full((case.heads,), value, device=device)
-    for softcap in (0.0, 15.0):
+    for softcap in (0.0, 15.0, 40.0):
         out, lse = check_both(case, device, sink=sink, softcap=softcap)
         for queries, keys in case.inputs().lengths.rows:
             if not keys:

@@ -5,6 +5,7 @@ simulated_forward.py say how. O and LSE are compared with their definition.
 import random
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from defined import defined
@@ -25,17 +26,17 @@ KINDS = {
     "ALiBi, causal": {"slopes": [(0.3,), (-0.2,), (6.0, 0.5)], "right": 0},
     "ALiBi, right bound": {"slopes": [(0.3,), (-0.2,), (6.0, 0.5)], "right": [1, 20]},
     "ALiBi, window": {"slopes": [(0.3,), (-0.2, 4.0)], "right": [0, 20], "left": [0, 30, 70]},
-    "softcap": {"softcap": [15.0, 30.0, 200.0], "right": [None, 0], "spreads": [(0.3,), MIXED]},
-    "softcap, few are large": {"softcap": 15.0, "spreads": (*(0.3,) * 15, 10.0)},
-    "small softcap": {"softcap": [1.0, 5.0], "right": [None, 0], "spreads": [(0.1,), MIXED]},
+    "softcap": {"softcap": [30.0, 50.0, 200.0], "right": [None, 0], "spreads": [(0.3,), MIXED]},
+    "small softcap": {"softcap": [1.0, 5.0, 15.0], "right": [None, 0], "spreads": [(0.1,), MIXED]},
+    "small softcap, few are large": {"softcap": 5.0, "spreads": (*(0.1,) * 15, 10.0)},
     "softcap, ALiBi, causal": {
         "softcap": [5.0, 30.0, 200.0],
         "slopes": [(0.3, -0.2), (4.0,)],
         "right": 0,
         "spreads": MIXED,
     },
-    "softcap, window": {"softcap": [5.0, 20.0], "right": [0, 20], "left": [0, 30, 70], "spreads": MIXED},
-    "softcap, sink": {"softcap": [5.0, 20.0], "right": [None, 0], "sink": [-2.0, 30.0], "spreads": MIXED},
+    "softcap, window": {"softcap": [5.0, 40.0], "right": [0, 20], "left": [0, 30, 70], "spreads": MIXED},
+    "softcap, sink": {"softcap": [5.0, 40.0], "right": [None, 0], "sink": [-2.0, 30.0], "spreads": MIXED},
     "plain": {"right": [None, 0, 20], "spreads": [(1.0,), MIXED]},
     "window": {"right": [0, 20], "left": [0, 30, 70], "spreads": [(1.0,), MIXED]},
     "chunks": {"right": [0, 20], "left": [30, 200], "chunk": [16, 50, 64]},
@@ -107,7 +108,7 @@ def test_results_of_packed_sequences(kind, seed):
 
 # With and without a large score of its own, beside rows that need no second pass and rows that do
 @pytest.mark.parametrize("spread", [0.1, 3.0])
-@pytest.mark.parametrize("kind", ["softcap", "ALiBi from the diagonal", "softcap, ALiBi, causal"])
+@pytest.mark.parametrize("kind", ["softcap", "small softcap", "ALiBi from the diagonal", "softcap, ALiBi, causal"])
 def test_bits_of_a_row_are_its_own(kind, spread):
     lengths = {"seqlen_q": 130, "seqlen_k": 100, "batch": 1, "scale": 0.5, "spreads": (1.0,)}
     lengths |= {"slopes": (0.02, -0.02)} if "slopes" in KINDS[kind] else {}
@@ -125,6 +126,22 @@ def test_bits_of_a_row_are_its_own(kind, spread):
     assert again[0] < again[-1] or spread > 1
 
 
+def test_bits_beside_a_row_that_is_done_again():
+    """Also those of rows that are not, with products whose squares leave float32's range."""
+    found = []
+    for size in (1.0, 1e3):
+        lengths = {"seqlen_q": 64, "seqlen_k": 32, "batch": 1, "heads_k": 1, "group": 1}
+        given, _ = problem("softcap", 0, **lengths, scale=1.0, right=None, spreads=(0.3,), softcap=30.0)
+        given.q[:] = abs(given.q) + 0.1
+        given.k[0, 5] = -1e21
+        given.q[0, 40] *= size
+        given.v[0, 5] = 1e9  # of which exp(-30) can be seen, and is less than what O is compared to
+        given.define()
+        out, lse, times = run_forward(given, 0)
+        found.append((np.delete(out, 40, 1).tobytes(), np.delete(lse, 40, 1).tobytes(), times))
+    assert found[0][:2] == found[1][:2] and found[0][2] < found[1][2]
+
+
 # The steepest slopes; a scale with which no product is small (fused.polynomial), and the largest cap with which they
 # are; blocks wider than a warpgroup has rows
 @pytest.mark.parametrize(
@@ -132,8 +149,9 @@ def test_bits_of_a_row_are_its_own(kind, spread):
     [
         ({"slopes": (-4.0,)}, {}),
         ({"slopes": (20.0,)}, {}),
-        ({"softcap": 1024.0, "scale": 2.0**-10}, {}),
+        ({"softcap": 1024.0, "scale": 2.0**-16}, {}),
         ({"softcap": 1024.0, "spreads": (3.0, 10.0)}, {}),
+        ({"softcap": 1e-4}, {}),
         ({"slopes": (0.3, 2.0), "softcap": 5.0, "spreads": MIXED, "seqlen_q": 130, "seqlen_k": 300}, {"tile_n": 128}),
     ],
 )
@@ -141,12 +159,6 @@ def test_extremes(options, tile):
     lengths = {"seqlen_q": 130, "seqlen_k": 100, "batch": 1, "heads_k": 1, "scale": 0.5}
     given, _ = problem("plain", 0, **{**lengths, "right": None, "group": 1, **options})
     assert run_forward(given, 0, **tile)[2] > 0
-
-
-def test_the_smallest_caps():
-    """Scores in place, whatever their size: nothing outgrows a shift."""
-    given, _ = problem("plain", 0, seqlen_q=130, seqlen_k=100, right=None, group=1, softcap=1e-4)
-    assert run_forward(given, 0)[2] == 0
 
 
 def test_results_do_not_depend_on_the_order():
@@ -229,7 +241,14 @@ FAULTS = {
         CAPPED, {}, "fused", "term + cap_constant(run.scale_log2)", "term"
     ),
     "large scores are not seen": (
-        CAPPED, {}, "fused", "cutlass.select_(keep, sums[row], Float32(math.inf))", "sums[row]"
+        CAPPED, {}, "fused", "cutlass.select_(served, sums[row], Float32(math.inf))", "sums[row]"
+    ),
+    "large scores are not seen where the cap is small": (
+        "small softcap", {}, "fused", "cutlass.select_(served, sums[row], Float32(math.inf))", "sums[row]"
+    ),
+    "one of two scores is looked at": (
+        "small softcap, few are large", {}, "fused", "max.s32 a, a, b; max.s32 {$w0}, {$r0}, a;",
+        "max.s32 {$w0}, {$r0}, a;",
     ),
     "a large sum is trusted": (
         CAPPED, {}, "fused", "cute.arch.fmax(off, -off) < small", "-off < small"

@@ -33,7 +33,8 @@ def hook(name, case, device="cuda", seed=3):
     generator = torch.Generator().manual_seed(seed)
     normal = torch.randn(case.batch, case.heads, generator=generator).to(device)
     return {
-        "softcap": {"softcap": 15.0},
+        "softcap": {"softcap": 30.0},
+        "small softcap": {"softcap": 15.0},
         "sink": {"sink": 2 * normal[0]},
         # Heads that see far and near, and one that sees the far keys best
         "alibi": {"alibi_slopes": normal[0] * 2.0 ** -torch.arange(case.heads, device=device)},
@@ -115,7 +116,9 @@ def test_many_tiles(head_dim, device):
 
 @pytest.mark.kernels("softcap", "dims")
 @pytest.mark.parametrize("dims", [DIMS[0], DIMS[1], DIMS[4], DIMS[5], DIMS[7]], ids=str)
-@pytest.mark.parametrize(("softcap", "scale"), [(15.0, 3.0), (15.0, -0.3), (0.5, 1.0), (50.0, 0.0), (1024.0, 0.5)])
+@pytest.mark.parametrize(
+    ("softcap", "scale"), [(15.0, 3.0), (30.0, 5.0), (30.0, -0.3), (0.5, 1.0), (50.0, 0.0), (1024.0, 0.5)]
+)
 def test_softcap_of_any_logits(softcap, scale, dims, device):
     """Among them logits far beyond the cap, of which it leaves the sign."""
     case = case_of(*dims, seqlen_q=300, seqlen_k=500)
@@ -136,7 +139,7 @@ def test_rows_that_outgrow_their_shift_under_a_softcap(device):
 
 
 @pytest.mark.parametrize("dims", [DIMS[0], DIMS[4], DIMS[7]], ids=str)
-@pytest.mark.parametrize("name", ["softcap", "alibi", "both"])
+@pytest.mark.parametrize("name", ["softcap", "small softcap", "alibi", "both"])
 def test_what_is_done_again_changes_no_other_row(name, dims, device):
     """Blocks in which a row has a large score, or outgrows its shift, are done again for its whole warpgroup."""
     case = replace(case_of(*dims), batch=1, seqlen_q=256, seqlen_k=900, heads=2, heads_k=1)
@@ -153,15 +156,16 @@ def test_what_is_done_again_changes_no_other_row(name, dims, device):
             assert torch.equal(again[:, rows], out[:, rows]) and torch.equal(again_lse[..., rows], lse[..., rows])
 
 
+@pytest.mark.parametrize("cap", [15.0, 30.0, 50.0])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_one_large_score_among_small_ones(head_dim, device):
+def test_one_large_score_among_small_ones(head_dim, cap, device):
     """In any block, on either side: 0.4 to 3 caps, beside scores of a tenth of it."""
     q, k, v = Case(1, 64, 1500, 2, 1, head_dim, head_dim).inputs(device)
     q = torch.ones_like(q)
     k = k / 8
     for index, size in enumerate((0.4, 0.49, 0.51, 1.0, 3.0, -0.51, -3.0)):
-        k[:, 200 * index + 7] = 15 * size / head_dim**0.5
-    check_both(q, k, v, softcap=15.0)
+        k[:, 200 * index + 7] = cap * size / head_dim**0.5
+    check_both(q, k, v, softcap=cap)
 
 
 # Sink
