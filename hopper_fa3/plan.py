@@ -92,7 +92,7 @@ def forward_config(static, plan):
         negative_scale=static.negative_scale,
         packed=static.packed is not None,
         softcap=static.softcap,
-        small_cap=static.small_cap,
+        by_sums=static.by_sums,
         sink=static.sink,
         alibi=static.alibi,
         chunked=static.chunked,

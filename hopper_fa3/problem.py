@@ -135,7 +135,7 @@ class Static(NamedTuple):
     negative_scale: bool  # not with softcap or a score hook, where the sign is in a run-time argument
     packed: Packed | None = None
     softcap: bool = False
-    small_cap: bool = False  # a softcap alone that is below kernels.config.SMALLEST_CAP
+    by_sums: bool = False  # a softcap alone that is not below kernels.config.SMALLEST_CAP
     sink: bool = False
     alibi: str | None = None  # "linear" where no query sees a key behind its diagonal, else "distance"
     chunked: bool = False  # only with both bounds
@@ -197,7 +197,7 @@ class Asked:
             negative_scale=self.softmax_scale < 0 and not self.softcap and self.score is None,
             packed=self.packed,
             softcap=self.softcap > 0,
-            small_cap=alone and 0 < self.softcap < SMALLEST_CAP,
+            by_sums=alone and self.softcap >= SMALLEST_CAP,
             sink=self.has_sink,
             alibi=("linear" if self.right == 0 else "distance") if self.has_alibi else None,
             chunked=self.attention_chunk > 0,

@@ -54,11 +54,14 @@ class InPlaceSoftmax:
         """The thread's first key of a block, counted from the tile's origin."""
         return block * self.config.tile_n + 2 * (cute.arch.lane_idx() % QUAD)
 
+    def distance(self, rows: Rows, block: Int32) -> Int32:
+        """By how many keys the thread's first one of a block lies behind its first row's diagonal."""
+        return block * self.config.tile_n - rows.diagonal
+
     @cute.jit
     def apply_hook(self, scores: cute.Tensor, rows: Rows, block: Int32, run: RunTime):
         """One block's products to what the softmax takes, masks aside."""
-        place = None if rows.slope is None else block * self.config.tile_n - rows.diagonal
-        bias = None if rows.slope is None else self.hook.bias(rows.slope, place, scores[0])
+        bias = None if rows.slope is None else self.hook.bias(rows.slope, self.distance(rows, block), scores[0])
         pairs = None
         if const_expr(self.hook.of_pairs):
             # Known with the scores only: else what is made of it stays in registers for when the block is done again
@@ -206,7 +209,7 @@ class FusedSoftmax(InPlaceSoftmax):
         """The Bias of a block on one side of its rows' diagonals, or None."""
         if const_expr(rows.slope is None):
             return None
-        distance, slope = block * self.config.tile_n - rows.diagonal, rows.slope
+        distance, slope = self.distance(rows, block), rows.slope
         if const_expr(self.config.from_diagonal):
             slope = cutlass.select_(distance > 0, -slope, slope)
         return replace(self.hook, alibi="linear").bias(slope, distance, scores[0])

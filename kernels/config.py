@@ -39,8 +39,7 @@ def mask_name(config):
 
 def hook_name(config):
     """What a kernel's name says of how products become scores."""
-    capped = "softcap" if not getattr(config, "small_cap", False) else "small_softcap"
-    parts = (capped * config.softcap, f"alibi_{config.alibi}" * bool(config.alibi))
+    parts = ("softcap" * config.softcap, f"alibi_{config.alibi}" * bool(config.alibi))
     parts += ("score" * (config.score is not None), "mask" * (config.mask is not None))
     return "".join(f"_{part}" for part in parts if part)
 
@@ -106,7 +105,7 @@ class ForwardConfig(Checked):
     left_bound: bool = False
     packed: bool = False  # several sequences in one tensor, whose lengths the device knows
     softcap: bool = False
-    small_cap: bool = False  # a softcap alone that is below SMALLEST_CAP
+    by_sums: bool = False  # a softcap alone that is not below SMALLEST_CAP: fused.py
     sink: bool = False
     alibi: str | None = None  # "linear" (no key behind a query's diagonal) or "distance"
     chunked: bool = False  # only with both bounds
@@ -118,7 +117,8 @@ class ForwardConfig(Checked):
         """Readable kernel name for profilers."""
         mask = mask_name(self)
         dims = f"d{self.head_dim}" if self.head_dim == self.head_dim_v else f"d{self.head_dim}v{self.head_dim_v}"
-        sign, hook = "_negative_scale" * self.negative_scale, hook_name(self) + "_sink" * self.sink
+        hook = hook_name(self) + "_by_sums" * self.by_sums + "_sink" * self.sink
+        sign = "_negative_scale" * self.negative_scale
         tile = f"{self.tile_m}x{self.tile_n}{'_shared_p' if self.shared_p else ''}"
         return f"hopper_fa3_forward_{dims}_{mask}_{SHORT_DTYPES[self.dtype]}_{tile}{sign}{hook}"
 
@@ -148,11 +148,6 @@ class ForwardConfig(Checked):
         """
         linear = self.alibi != "distance" or self.from_diagonal
         return (self.softcap or self.alibi is not None) and linear and self.score is None and self.mask is None
-
-    @property
-    def by_sums(self):
-        """True where rows' sums say whether the polynomial of a softcap serves them. A bias would hide it from them."""
-        return self.fused and self.softcap and not self.small_cap and self.alibi is None
 
     @property
     def query_bytes(self):

@@ -241,8 +241,7 @@ class Consumer:
         keys = self.band.row_keys(first_row, seqlen_q, seqlen_k, run, origin)
         diagonal = None
         if const_expr(slope is not None):
-            first_column = 2 * (cute.arch.lane_idx() % QUAD)
-            diagonal = kept(first_row + seqlen_k - seqlen_q - origin - first_column)
+            diagonal = kept(first_row + seqlen_k - seqlen_q - origin - self.in_place.first_column(Int32(0)))
         probabilities = self.probabilities.start(products, scores, s_p)
         return Rows(acc_o, probabilities, shift, row_sum, keys, slope, diagonal, pairs)
 

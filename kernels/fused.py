@@ -205,8 +205,8 @@ def largest_exponent(
     """Of one whole row of products, but at least ``least``: a row that is done again for its large ones may stay below
     its shift.
     """
+    limit = None if const_expr(small is None) else small.limit
     for column in cutlass.range_constexpr(cute.size(scores, mode=[1])):
-        limit = None if const_expr(small is None) else small.limit
         least = cute.arch.fmax(least, exponent(scores[row, column], row, column, added, small, run, limit))
     return cute.arch.warp_reduction(least, cute.arch.fmax, threads_in_group=QUAD)
 

@@ -89,7 +89,7 @@ SCORES = GRADIENTS._replace(
     also=(GRADIENTS,),
     takes=("head_dims", "causal"),
     facts=(
-        ("scores", "softcap 50 and 15; a sink a head; ALiBi slopes 2 ** (-8 h / heads)"),
+        ("scores", f"{', '.join(SOFTCAPS)}; a sink a head; ALiBi slopes 2 ** (-8 h / heads)"),
         ("shape", f"length {SEQLEN}, batch * length = {TOKENS} tokens, heads * head_dim = {WIDTH}"),
         ("ours / ours plain", "speed of the changed scores over that of plain ones, both through the public function"),
     ),

@@ -26,7 +26,7 @@ GRADIENTS = [
 SPILLS = 16
 # A few: each row takes half a minute. The others are compiled by tests/test_packed_scores_gpu.py
 HOOKS = [
-    (Static("bfloat16", 64, 64, False, False, False, PLAIN, sink=True, softcap=True), SPILLS),
+    (Static("bfloat16", 64, 64, False, False, False, PLAIN, sink=True, softcap=True, by_sums=True), SPILLS),
     (Static("bfloat16", 256, 256, False, False, False, PLAIN, alibi="distance"), 0),
     (
         Static(

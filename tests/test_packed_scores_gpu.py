@@ -21,18 +21,19 @@ DIMS = (
 FEW = (DIMS[0], DIMS[2], DIMS[4])
 MASKS = ({}, {"causal": True}, {"window_size": (70, 30)})
 HOOKS = ("softcap", "sink", "alibi")
-# What runs on the same kernels
-SLOPES = ("alibi", "slopes of a sequence")
+# The kinds of a hook: slopes run on the same kernels, softcaps on kernels of their own
+ALL_OF = {"alibi": ("alibi", "slopes of a sequence"), "softcap": ("softcap", "small softcap")}
 # Sequences without keys or queries among others; unused rows between them; shorter than they are stored
 CASES = (RAGGED, EMPTY, SPARE, USED, CROSSED)
 
 
 def hook(name, case, device, seed=3):
-    """The options of one of HOOKS or SLOPES, random where they may be."""
+    """The options of one of HOOKS or ALL_OF, random where they may be."""
     generator = torch.Generator().manual_seed(seed)
     normal = torch.randn(len(case.lengths_q), case.heads, generator=generator).to(device)
     return {
         "softcap": {"softcap": 30.0},
+        "small softcap": {"softcap": 15.0},
         "sink": {"sink": 2 * normal[0]},
         "alibi": {"alibi_slopes": normal[0] * 2.0 ** -torch.arange(case.heads, device=device)},
         "slopes of a sequence": {"alibi_slopes": normal / 16},
@@ -40,8 +41,8 @@ def hook(name, case, device, seed=3):
 
 
 def hooks(name, case, device):
-    """The options of all that runs on one hook's kernels."""
-    return [hook(each, case, device) for each in (SLOPES if name == "alibi" else (name,))]
+    """The options of all kinds of one hook."""
+    return [hook(each, case, device) for each in ALL_OF.get(name, (name,))]
 
 
 @pytest.mark.kernels("hooks", "name", "mask")
@@ -93,7 +94,9 @@ def test_many_tiles(dims, device):
 
 
 @pytest.mark.kernels("softcaps")
-@pytest.mark.parametrize(("softcap", "scale"), [(15.0, 3.0), (30.0, 5.0), (30.0, -0.3), (0.5, 1.0), (1024.0, 0.5)])
+@pytest.mark.parametrize(
+    ("softcap", "scale"), [(15.0, 3.0), (15.0, -0.3), (30.0, 5.0), (30.0, -0.3), (0.5, 1.0), (1024.0, 0.5)]
+)
 def test_softcap_of_any_logits(softcap, scale, device):
     check_both(replace(USED, softmax_scale=scale), device, softcap=softcap, causal=True)
 

@@ -279,9 +279,9 @@ def test_the_static_parts(hopper):
     changed = {"left_bound": True, "softcap": True, "sink": True, "alibi": "linear", "chunked": True}
     assert more.static == found.static._replace(negative_scale=False, **changed)
     assert more.backward_static(True, False) == gradients._replace(**changed)
-    for softcap, small in ((29.9, True), (30, False)):
+    for softcap, by_sums in ((29.9, False), (30, True)):
         capped = asked(device="cuda", options={"causal": True, "softmax_scale": -1.0, "softcap": softcap})
-        assert capped.static == found.static._replace(negative_scale=False, softcap=True, small_cap=small)
+        assert capped.static == found.static._replace(negative_scale=False, softcap=True, by_sums=by_sums)
     used = {f"seqused_{name}": torch.empty(3, dtype=torch.int32, device="cuda") for name in "qk"}
     assert asked(device="cuda", **used).static.packed == Packed(used_q=True, used_k=True)
 

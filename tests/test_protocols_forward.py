@@ -150,6 +150,7 @@ def test_bits_beside_a_row_that_is_done_again():
         ({"slopes": (-4.0,)}, {}),
         ({"slopes": (20.0,)}, {}),
         ({"softcap": 1024.0, "scale": 2.0**-16}, {}),
+        ({"softcap": 1024.0, "scale": 2.0**-16, "slopes": (0.3,)}, {}),
         ({"softcap": 1024.0, "spreads": (3.0, 10.0)}, {}),
         ({"softcap": 1e-4}, {}),
         ({"slopes": (0.3, 2.0), "softcap": 5.0, "spreads": MIXED, "seqlen_q": 130, "seqlen_k": 300}, {"tile_n": 128}),
@@ -232,7 +233,7 @@ FAULTS = {
     ),
     "rows lie 4 apart": (FROM_DIAGONAL, {}, "score", "ROWS_APART = 8", "ROWS_APART = 4"),
     "a term of another lane's columns": (
-        "ALiBi, causal", {}, "consume", "2 * (cute.arch.lane_idx() % QUAD)", "(cute.arch.lane_idx() % QUAD)"
+        "ALiBi, causal", {}, "block_softmax", "2 * (cute.arch.lane_idx() % QUAD)", "(cute.arch.lane_idx() % QUAD)"
     ),
     "the constant is left out": (
         CAPPED, {}, "fused", "at[row] = at[row] - cap_constant(run.scale_log2)", "pass"

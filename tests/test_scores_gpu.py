@@ -24,12 +24,12 @@ DIMS = (
 MASKS = ({}, {"causal": True}, {"window_size": (70, 30)})
 LENGTHS = ((113, 255), (255, 113), (512, 512), (300, 1500))
 HOOKS = ("softcap", "sink", "alibi")
-# What runs on the same kernels
-SLOPES = ("alibi", "slopes of a batch entry")
+# The kinds of a hook: slopes run on the same kernels, softcaps on kernels of their own
+ALL_OF = {"alibi": ("alibi", "slopes of a batch entry"), "softcap": ("softcap", "small softcap")}
 
 
 def hook(name, case, device="cuda", seed=3):
-    """The options of one of HOOKS or SLOPES, random where they may be."""
+    """The options of one of HOOKS or ALL_OF, random where they may be."""
     generator = torch.Generator().manual_seed(seed)
     normal = torch.randn(case.batch, case.heads, generator=generator).to(device)
     return {
@@ -43,8 +43,8 @@ def hook(name, case, device="cuda", seed=3):
 
 
 def hooks(name, case, device):
-    """The options of all that runs on one hook's kernels."""
-    return [hook(each, case, device) for each in (SLOPES if name == "alibi" else (name,))]
+    """The options of all kinds of one hook."""
+    return [hook(each, case, device) for each in ALL_OF.get(name, (name,))]
 
 
 def case_of(head_dim, head_dim_v, dtype, **changes):
@@ -117,7 +117,8 @@ def test_many_tiles(head_dim, device):
 @pytest.mark.kernels("softcap", "dims")
 @pytest.mark.parametrize("dims", [DIMS[0], DIMS[1], DIMS[4], DIMS[5], DIMS[7]], ids=str)
 @pytest.mark.parametrize(
-    ("softcap", "scale"), [(15.0, 3.0), (30.0, 5.0), (30.0, -0.3), (0.5, 1.0), (50.0, 0.0), (1024.0, 0.5)]
+    ("softcap", "scale"),
+    [(15.0, 3.0), (15.0, -0.3), (30.0, 5.0), (30.0, -0.3), (0.5, 1.0), (50.0, 0.0), (1024.0, 0.5)],
 )
 def test_softcap_of_any_logits(softcap, scale, dims, device):
     """Among them logits far beyond the cap, of which it leaves the sign."""
