@@ -13,6 +13,7 @@ host).
 """
 
 import argparse
+import math
 import sys
 import time
 
@@ -36,7 +37,7 @@ from hopper_fa3.kernels.config import SHORT_DTYPES
 
 SUITES = suites.SUITES | {suite.name: suite for suite in (WINDOWS, PACKED, SCORES)}
 HOST_SECONDS = 0.005
-LONGEST_ROUND, SHORTEST_ROUND = 0.04, 0.004  # seconds a callable gets in one round
+LONGEST_ROUND, SHORTEST_ROUND = 0.04, 0.004  # seconds a callable gets in one round, where --round sets no others
 AGREEMENT = 0.02  # of the largest output: two bf16 kernels differ by their rounding, far less than this
 COMPARED = "deterministic"  # of this kind outputs are compared as well as of a suite's first
 UNBOUND = ("public", COMPARED)  # kinds without the ceiling: it shares their rounds in the suite's first kind
@@ -89,6 +90,14 @@ def parser():
     )
     root.add_argument("--peers", default=",".join(PEERS), help="of %(default)s")
     root.add_argument("--rounds", type=int, default=7)
+    root.add_argument(
+        "--round",
+        type=float,
+        default=LONGEST_ROUND,
+        metavar="SECONDS",
+        help="that each gets in a round at most (default: %(default)s). From 0.25 on each has its own clock and power: "
+        "beside others a kernel that leaves tensor cores idle looks up to 8 %% faster than it runs alone",
+    )
     root.add_argument("--graph", action="store_true", help="also replay CUDA graphs of the first suite's short cells")
     root.add_argument("--host", action="store_true", help="also time the host side of warm calls (first suite)")
     root.add_argument("--budget", type=float, default=270, help="seconds: rounds get shorter, then cells are left out")
@@ -104,6 +113,8 @@ def wrong(options):
             return f"bench knows the {what} {', '.join(known)}, got {', '.join(sorted(unknown))}"
     if options.rounds < 1:
         return "bench needs --rounds of at least 1"
+    if not SHORTEST_ROUND <= options.round < math.inf:
+        return f"bench needs --round of at least {SHORTEST_ROUND} s"
     chosen = [SUITES[name] for name in options.suite]
     if options.deterministic and not chosen[0].deterministic:
         return f"only the backward suite has deterministic gradients of its own, got --suite {chosen[0].name}"
@@ -135,13 +146,13 @@ def wrong_shapes(options):
     return None
 
 
-def pace(seconds_left, cells_left, callables, rounds):
-    """Seconds of one callable in one round such that the remaining cells fit.
+def pace(seconds_left, cells_left, callables, rounds, longest=LONGEST_ROUND):
+    """Seconds of one callable in one round such that the remaining cells fit, ``longest`` at most.
 
     The timer's lead adds half to a round; warming up takes three rounds' worth.
     """
     share = seconds_left / max(1, cells_left) / (callables * (1.5 * rounds + 3))
-    return min(LONGEST_ROUND, max(SHORTEST_ROUND, share))
+    return min(longest, max(SHORTEST_ROUND, share))
 
 
 class Bench:
@@ -205,7 +216,7 @@ class Bench:
             launches = {key: one for key, one in launches.items() if key[1] not in wrong}
         launches |= own
         launches |= {(kind, suite.ceiling): self.ceiling for kind in kinds if kind not in UNBOUND or kind == kinds[0]}
-        seconds = pace(self.left(), cells_left, len(launches), self.options.rounds)
+        seconds = pace(self.left(), cells_left, len(launches), self.options.rounds, self.options.round)
         start = time.monotonic()
         times = interleaved(launches, EventClock(), rounds=self.options.rounds, seconds_per_round=seconds)
         self.record(suite, case, times, self.clocks.since(start))
@@ -340,7 +351,8 @@ def facts_of(options, found, left_out):
     """All that must stand beside the figures."""
     facts = environment.describe(peer_versions(), options.commit) | found
     suite = SUITES[options.suite[0]]
-    facts |= {"suite": ",".join(options.suite), "rounds": options.rounds} | dict(suite.facts)
+    facts |= {"suite": ",".join(options.suite), "rounds": options.rounds, "seconds a round, at most": options.round}
+    facts |= dict(suite.facts)
     if suite.shapes:
         facts |= {"tokens": options.tokens, "width": options.width, "group": options.group}
     if options.others is not None:

@@ -32,6 +32,7 @@ def bars(rows, facts):
         axes[i, j].set_title(f"head_dim {head_dim}, {'gradients' if kind in GRADIENTS else 'forward'}", fontsize=10)
     for axis in axes[:, 0]:
         axis.set_ylabel("TFLOP/s")
+        axis.set_ylim(top=1.13 * axis.dataLim.ymax)  # room for the words on the highest bars
     plots.legend(figure, axes)
     how = yardsticks.OWN.get(next((name for name in names if name in yardsticks.OWN), None))
     noted = f"; on ours: share of the speed of {_own(names)}, {how}" if how else ""
@@ -66,7 +67,8 @@ def _panel(axis, rows, groups, names, measured):
         drawn = axis.bar(places, [row.teraflops for row in mine], width, **look)
         if name == "ours":
             words = ["" if shares[row.cell] is None else f"{shares[row.cell].value:.2f}" for row in mine]
-            axis.bar_label(drawn, words, rotation=90, padding=3, fontsize=8)
+            box = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # a word may stand on the ceiling's line
+            axis.bar_label(drawn, words, rotation=90, padding=3, fontsize=8, bbox=box)
     ceiling = [row.teraflops for row in rows if row.name == LINE]
     if ceiling:
         style = plots.STYLES[LINE]

@@ -58,7 +58,9 @@ def main(jobs, arguments):
 
 
 def start(log, jobs, arguments):
-    command = [sys.executable, "-m", "pytest", f"--claims={log.parent}", "-q", "-p", "no:cacheprovider", *arguments]
+    ours = [f"--claims={log.parent}", "-p", "no:cacheprovider"]
+    # Last and not as -q, which adds up: an argument's second -q would take away the summaries that are counted here
+    command = [sys.executable, "-m", "pytest", *ours, *arguments, "--verbosity=-1"]
     with log.open("w") as file:
         # Each takes its share of the cores: by default each would start as many threads as there are
         threads = str(max(1, os.cpu_count() // jobs))

@@ -4,6 +4,7 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -95,6 +96,16 @@ def test_pace_slows_to_the_budget_and_never_below_the_shortest_round():
     assert bench.pace(1000, 2, 5, 7) == bench.LONGEST_ROUND
     assert bench.pace(10, 10, 5, 7) == pytest.approx(10 / 10 / 5 / 13.5)
     assert bench.pace(-1, 10, 5, 7) == bench.SHORTEST_ROUND
+    assert bench.pace(1000, 2, 5, 7, longest=0.4) == 0.4
+
+
+def test_a_round_is_as_long_as_asked(monkeypatch):
+    run = on_a_cpu(monkeypatch, "--suite", "decode", "--round", "0.3", "--budget", "1e6", peers=[peers.PEERS["math"]])
+    run.entrants[0] = peers.PEERS["math"]._replace(name="ours")
+    asked, real = [], bench.interleaved
+    monkeypatch.setattr(bench, "interleaved", lambda *given, **how: asked.append(how) or real(*given, **how))
+    run.cell(run.suite.cases(run.options)[0], SimpleNamespace(views=lambda case: small_tensors(torch.bfloat16)), 1)
+    assert [how["seconds_per_round"] for how in asked] == [0.3]
 
 
 def test_teraflops_count_half_of_a_causal_square():
@@ -284,6 +295,9 @@ def test_warnings_of_what_runs_are_passed_on_once():
         (["--from", "nowhere.json"], "bench cannot read nowhere.json"),
         (["--rounds", "0"], "bench needs --rounds"),
         (["--suite", "decode", "--rounds", "0"], "bench needs --rounds"),
+        (["--round", "0"], "bench needs --round of at least"),
+        (["--round", "nan"], "bench needs --round of at least"),
+        (["--round", "inf"], "bench needs --round of at least"),
         (["--seqlens", "512,0"], "bench needs --group, --head-dims and --seqlens of at least 1"),
         (
             ["--suite", "sideways"],

@@ -36,6 +36,12 @@ def test_every_test_runs_once(run):
     assert done.stdout.count("process ") == 3
 
 
+@pytest.mark.parametrize("argument", ["-q", "-qq", "-v", "--durations=2"])
+def test_the_summary_stands_whatever_the_verbosity(argument, run):
+    done = run(2, "def test_one(): pass\ndef test_other(): pass\n", argument)
+    assert done.returncode == 0 and "2 passed in" in done.stdout, done.stdout + done.stderr
+
+
 def test_who_is_free_takes_the_next_test(run):
     """One process is held by the first test until all others have run: of shares dealt before, its own never would."""
     text = """
