@@ -95,8 +95,8 @@ def parser():
         type=float,
         default=LONGEST_ROUND,
         metavar="SECONDS",
-        help="that each gets in a round at most (default: %(default)s). From 0.25 on each has its own clock and power: "
-        "beside others a kernel that leaves tensor cores idle looks up to 8 %% faster than it runs alone",
+        help="that each gets in a round at most, as --budget allows (default: %(default)s). From 0.25 on each has "
+        "its own clock and power: in short rounds a softcap looked up to 8 %% faster beside plain scores than it is",
     )
     root.add_argument("--graph", action="store_true", help="also replay CUDA graphs of the first suite's short cells")
     root.add_argument("--host", action="store_true", help="also time the host side of warm calls (first suite)")

@@ -29,6 +29,11 @@ def small_tensors(dtype=torch.float32):
     return tuple(torch.randn(1, 24, 2, 16, generator=generator).to(dtype) for _ in range(3))
 
 
+class SmallInputs:
+    def views(self, case):
+        return small_tensors(torch.bfloat16)
+
+
 class FakeClock:
     def seconds(self, launch, launches):
         launch.call()

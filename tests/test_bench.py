@@ -4,7 +4,6 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ import cost  # noqa: E402
 import environment  # noqa: E402
 import peers  # noqa: E402
 import suites  # noqa: E402
-from bench_runs import cases_of, on_a_cpu, run_of, small_tensors  # noqa: E402
+from bench_runs import SmallInputs, cases_of, on_a_cpu, run_of, small_tensors  # noqa: E402
 from timing import Launch, Timing  # noqa: E402
 
 
@@ -104,7 +103,7 @@ def test_a_round_is_as_long_as_asked(monkeypatch):
     run.entrants[0] = peers.PEERS["math"]._replace(name="ours")
     asked, real = [], bench.interleaved
     monkeypatch.setattr(bench, "interleaved", lambda *given, **how: asked.append(how) or real(*given, **how))
-    run.cell(run.suite.cases(run.options)[0], SimpleNamespace(views=lambda case: small_tensors(torch.bfloat16)), 1)
+    run.cell(run.suite.cases(run.options)[0], SmallInputs(), 1)
     assert [how["seconds_per_round"] for how in asked] == [0.3]
 
 
@@ -227,9 +226,9 @@ def test_a_cell_without_ours_still_measures_the_peers(suite, monkeypatch):
     run = on_a_cpu(monkeypatch, "--suite", suite, peers=[peers.PEERS["math"], peers.PEERS["standard"]])
     run.entrants[0] = peers.PEERS["math"]._replace(name="ours", refuses=lambda q, k, v, causal: "not built")
 
-    class Inputs:
+    class Inputs(SmallInputs):
         def views(self, case):
-            q, k, v = small_tensors(torch.bfloat16)
+            q, k, v = super().views(case)
             return (q[:, :1], k, v) if suite == "decode" else (q, k, v)
 
     (case, *_) = run.suite.cases(run.options)

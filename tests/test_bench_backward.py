@@ -12,7 +12,7 @@ import bench
 import peers
 import suites
 import tables
-from bench_runs import FakeClock, cases_of, on_a_cpu, run_of, small_tensors
+from bench_runs import FakeClock, SmallInputs, cases_of, on_a_cpu, run_of, small_tensors
 from timing import Launch
 
 
@@ -38,11 +38,6 @@ def test_gradients_of_a_peer_are_ours(name):
         assert [gradient.shape for gradient in ours.call()] == [(1, 24, 2, 16)] * 3
         assert suites.apart(ours, peer) < 1e-4
         assert suites.apart(peer, peer) == 0  # the graph is kept
-
-
-class SmallInputs:
-    def views(self, case):
-        return small_tensors(torch.bfloat16)
 
 
 def rows_of(run, suite):
